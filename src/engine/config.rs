@@ -1,0 +1,187 @@
+//! Every knob of the engine, with its default and bounds. Names follow vLLM where vLLM has one.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// How cache memory is divided between KV blocks and recurrent states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvLayout {
+    /// Two pools: small KV blocks, and one state slot a sequence.
+    Split,
+    /// vLLM's hybrid pool: one pool of pages, each as large as a recurrent-state page.
+    Unified,
+}
+
+/// Storage type of the KV cache or of the recurrent state. `Auto` is the device's own choice:
+/// f32 on the CPU (the reference), f16 for KV and f32 for states on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheDtype {
+    Auto,
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Preemption {
+    /// Admit on the prompt alone; when blocks run out, evict the newest request and recompute it later.
+    Recompute,
+    /// Admit only when the whole request, output included, has blocks; never evict.
+    Never,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Speculation {
+    Off,
+    /// Look the last tokens up in the request's own text and propose what followed.
+    Ngram,
+}
+
+/// Arithmetic of the CPU device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuMath {
+    /// 32-bit products and sums: the reference for every kernel.
+    F32,
+    /// 16-bit dot products with 32-bit sums, where the CPU has them.
+    Bf16,
+}
+
+/// The resolved settings of one engine session. Fields are the knobs; `None` means derived from memory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EngineConfig {
+    /// Most sequences in one step. 1 or more.
+    pub max_num_seqs: usize,
+    /// Most new tokens in one step, decodes included. 1 or more.
+    pub max_num_batched_tokens: usize,
+    /// Split prompts to fill the token budget; off: a prompt runs whole, in one step.
+    pub chunked_prefill: bool,
+    /// Longest request, prompt plus output, in tokens.
+    pub max_model_len: usize,
+    /// KV blocks in the pool (`split`), or all blocks with the null one (`unified`). `None`: what memory holds.
+    pub kv_blocks: Option<usize>,
+    /// Tokens a KV block holds in the `split` layout.
+    pub kv_block_tokens: usize,
+    pub kv_layout: KvLayout,
+    pub kv_dtype: CacheDtype,
+    pub state_dtype: CacheDtype,
+    /// Recurrent-state slots (`split`). `None`: from `max_num_seqs` and memory.
+    pub state_slots: Option<usize>,
+    /// Share of device memory the engine may use, 0 to 1.
+    pub gpu_memory_utilization: f64,
+    /// Pretend the device has this many bytes.
+    pub gpu_memory: Option<u64>,
+    /// Reuse KV blocks of equal prompt prefixes (dense models only).
+    pub prefix_caching: bool,
+    pub preemption: Preemption,
+    pub speculation: Speculation,
+    /// Drafted tokens a step when speculation is on, 1 to 16.
+    pub speculative_tokens: usize,
+    /// Shortest and longest suffix that n-gram speculation looks up.
+    pub ngram_min: usize,
+    pub ngram_max: usize,
+    /// Steps in flight: 0 and 1 schedule a step from the results of the one before (1 hides the host's
+    /// bookkeeping behind the device), 2 schedules one step ahead of the results. `None`: the device's choice.
+    pub async_scheduling: Option<usize>,
+    /// Capture decode steps as CUDA graphs.
+    pub cuda_graphs: bool,
+    pub cpu_math: CpuMath,
+    /// Worker threads of the CPU device. `None`: one a core.
+    pub threads: Option<usize>,
+    /// Scale of the seeded noise of a simulated device; 0 is none.
+    pub sim_noise: f64,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 256,
+            max_num_batched_tokens: 2048,
+            chunked_prefill: true,
+            max_model_len: 2048,
+            kv_blocks: None,
+            kv_block_tokens: 16,
+            kv_layout: KvLayout::Split,
+            kv_dtype: CacheDtype::Auto,
+            state_dtype: CacheDtype::Auto,
+            state_slots: None,
+            gpu_memory_utilization: 0.9,
+            gpu_memory: None,
+            prefix_caching: false,
+            preemption: Preemption::Recompute,
+            speculation: Speculation::Off,
+            speculative_tokens: 5,
+            ngram_min: 2,
+            ngram_max: 4,
+            async_scheduling: None,
+            cuda_graphs: true,
+            cpu_math: CpuMath::F32,
+            threads: None,
+            sim_noise: 0.0,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// Checks every bound that does not depend on the model.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the knob, its value and what is allowed.
+    pub fn validate(&self) -> Result<()> {
+        let at_least_one = [
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_model_len", self.max_model_len),
+            ("kv_block_tokens", self.kv_block_tokens),
+            ("kv_blocks", self.kv_blocks.unwrap_or(1)),
+            ("state_slots", self.state_slots.unwrap_or(1)),
+            ("threads", self.threads.unwrap_or(1)),
+            ("ngram_min", self.ngram_min),
+        ];
+        for (knob, value) in at_least_one {
+            if value == 0 {
+                return Err(out_of_bounds(knob, value, "1 or more"));
+            }
+        }
+        if !(self.gpu_memory_utilization > 0.0 && self.gpu_memory_utilization <= 1.0) {
+            return Err(out_of_bounds(
+                "gpu_memory_utilization",
+                self.gpu_memory_utilization,
+                "above 0 and at most 1",
+            ));
+        }
+        if self.async_scheduling.is_some_and(|steps| steps > 2) {
+            return Err(out_of_bounds("async_scheduling", self.async_scheduling.unwrap_or(0), "0, 1 or 2"));
+        }
+        if !(1..=16).contains(&self.speculative_tokens) {
+            return Err(out_of_bounds("speculative_tokens", self.speculative_tokens, "1 to 16"));
+        }
+        if self.ngram_max < self.ngram_min {
+            return Err(out_of_bounds("ngram_max", self.ngram_max, "at least ngram_min"));
+        }
+        if !(self.sim_noise >= 0.0 && self.sim_noise.is_finite()) {
+            return Err(out_of_bounds("sim_noise", self.sim_noise, "0 or more"));
+        }
+        if !self.chunked_prefill && self.max_num_batched_tokens < self.max_model_len {
+            return Err(Error::invalid(
+                format!(
+                    "max_num_batched_tokens = {} is below max_model_len = {} while chunked_prefill is off: \
+                     a prompt that long could never run",
+                    self.max_num_batched_tokens, self.max_model_len
+                ),
+                format!("set max_num_batched_tokens={} or more, or chunked_prefill=true", self.max_model_len),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn out_of_bounds(knob: &str, value: impl std::fmt::Display, allowed: &str) -> Error {
+    Error::invalid(format!("{knob} = {value} is out of bounds"), format!("{knob} must be {allowed}"))
+}

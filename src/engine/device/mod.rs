@@ -1,0 +1,225 @@
+//! Devices execute *steps*: a batch of sequences, each with some new tokens, against the paged KV cache and the
+//! recurrent states. Everything above this trait is the same for CUDA, the CPU and a simulation.
+//!
+//! The only place in the crate with `unsafe`, SIMD or CUDA.
+
+use serde::{Deserialize, Serialize};
+
+use super::account::Ceilings;
+use super::clock::Clock;
+use super::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use super::model::layout::ModelLayout;
+use super::model::weights::WeightSource;
+use super::request::{RequestId, SamplingParams};
+use crate::Result;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    Cpu,
+    Cuda,
+    Sim,
+}
+
+/// What a report says of the device.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DeviceInfo {
+    pub kind: DeviceKind,
+    /// As typed after `--device`: `cpu`, `cuda:0`, `sim:a10g`.
+    pub id: String,
+    /// The product's name: `NVIDIA H200`, `AMD EPYC 9B45`.
+    pub name: String,
+    /// Memory the device has, bytes.
+    pub memory_bytes: u64,
+    /// Facts for run.json and `doctor`: driver, CUDA version, CPU features, threads.
+    pub facts: Vec<(String, String)>,
+}
+
+impl DeviceInfo {
+    pub fn simulated(&self) -> bool {
+        self.kind == DeviceKind::Sim
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadProgress {
+    pub done_bytes: u64,
+    pub total_bytes: u64,
+}
+
+/// Choices that are fixed when weights are loaded.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LoadOptions {
+    pub cpu_math: CpuMath,
+    pub threads: Option<usize>,
+}
+
+pub trait Device: Send {
+    fn info(&self) -> &DeviceInfo;
+
+    /// A new clock of the kind this device lives on.
+    fn clock(&self) -> Clock {
+        Clock::real()
+    }
+
+    /// Bytes free for weights and caches now.
+    fn free_bytes(&self) -> u64;
+
+    /// Measured ceilings (data sheet values for a simulation). Measured on the first call, which takes seconds.
+    fn ceilings(&mut self) -> Result<Ceilings>;
+
+    /// `kv_dtype`/`state_dtype` that `auto` stands for here.
+    fn default_dtypes(&self) -> (CacheDtype, CacheDtype);
+
+    /// Steps in flight that `async_scheduling` defaults to here.
+    fn default_async_scheduling(&self) -> usize {
+        1
+    }
+
+    /// Puts the weights into the device's memory, tensor by tensor. Bytes needed are known before
+    /// (`ModelLayout::weight_bytes`), and the caller has compared them with `free_bytes`.
+    fn load(
+        &mut self,
+        layout: &ModelLayout,
+        source: &WeightSource,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Box<dyn Model>>;
+}
+
+/// Weights on a device. Cheap to keep while sessions come and go.
+pub trait Model: Send {
+    fn layout(&self) -> &ModelLayout;
+
+    /// Bytes of device memory the weights take.
+    fn memory_bytes(&self) -> u64;
+
+    /// Allocates the pools of `plan`. At most one session is open at a time.
+    fn open(&self, plan: &CachePlan, config: &EngineConfig, clock: &Clock) -> Result<Box<dyn Session>>;
+}
+
+/// Sizes of the pools of one session; made by `engine::cache`, which accounts for every byte of them.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CachePlan {
+    pub layout: KvLayout,
+    /// Tokens a KV block holds.
+    pub block_tokens: usize,
+    /// KV blocks the device allocates. Block 0 is the null block in the unified layout and is never written.
+    pub kv_blocks: usize,
+    /// Recurrent-state slots the device allocates (0 for a dense model).
+    pub state_slots: usize,
+    pub kv_dtype: CacheDtype,
+    pub state_dtype: CacheDtype,
+    pub max_model_len: usize,
+    pub max_num_seqs: usize,
+    pub max_num_batched_tokens: usize,
+    /// Most drafted tokens a sequence may bring to a step (0: speculation off).
+    pub max_drafts: usize,
+}
+
+/// Names a submitted step; tickets count up from 0 within a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ticket(pub u64);
+
+/// One step. Slices live only for the call: a device copies what it needs.
+#[derive(Debug, Clone)]
+pub struct Step<'a> {
+    pub sequences: Vec<SequenceStep<'a>>,
+    /// Record kernels with their bytes and times.
+    pub trace: bool,
+}
+
+/// The part of a step that belongs to one sequence. Its new tokens are `input` followed by `drafts`; they take
+/// positions `context_tokens..`. Blocks cover all of them, and the state slot holds the recurrent state after exactly
+/// `context_tokens` tokens (a slot whose `context_tokens` is 0 is taken as zero, whatever it held before).
+/// After a step with drafts the next step's `context_tokens` says how many were kept: the device restores
+/// state and convolution window to that point.
+#[derive(Debug, Clone)]
+pub struct SequenceStep<'a> {
+    pub request: RequestId,
+    /// `None` for dense models.
+    pub state_slot: Option<u32>,
+    /// KV block ids in order of position.
+    pub blocks: &'a [u32],
+    pub context_tokens: usize,
+    pub input: Input<'a>,
+    pub drafts: &'a [u32],
+    pub want: Want<'a>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Input<'a> {
+    Known(&'a [u32]),
+    /// One token: the last one sampled for `sequence` (an index into that step's sequences) by a step still in flight.
+    SampledBy {
+        ticket: Ticket,
+        sequence: usize,
+    },
+}
+
+impl Input<'_> {
+    pub fn tokens(&self) -> usize {
+        match self {
+            Self::Known(ids) => ids.len(),
+            Self::SampledBy { .. } => 1,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Want<'a> {
+    /// A prompt chunk that is not the last one.
+    Nothing,
+    /// A token after the last input token, and after each draft accepted. `position` is the position the first
+    /// sampled token will take; the draw of each is keyed by (seed, its position).
+    Sample { seed: u64, position: u64, params: SamplingParams },
+    /// The logits after each of the last `rows` new tokens.
+    Logits { rows: usize },
+    /// The natural log of the probability of `targets[i]` after new token i; as long as the new tokens.
+    LogProbOf { targets: &'a [u32] },
+}
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SequenceOutput {
+    /// Sampled tokens: 0 (nothing wanted), 1, or up to 1 + drafts.
+    pub tokens: Vec<u32>,
+    /// Drafts that were kept.
+    pub accepted: usize,
+    /// One row of vocabulary length for each row asked for.
+    pub logits: Vec<Vec<f32>>,
+    pub logprobs: Vec<f32>,
+}
+
+/// Times are seconds on the session's clock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepOutput {
+    pub sequences: Vec<SequenceOutput>,
+    pub start_s: f64,
+    pub end_s: f64,
+    /// Time the device was busy.
+    pub device_s: f64,
+    pub kernels: Vec<KernelRecord>,
+}
+
+/// One kernel (or one phase of a step on the CPU), as a trace shows it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KernelRecord {
+    pub name: String,
+    pub start_s: f64,
+    pub end_s: f64,
+    /// Compulsory bytes and FLOPs declared by the launch.
+    pub bytes: u64,
+    pub flops: u64,
+}
+
+pub trait Session: Send {
+    /// Queues a step and returns without waiting for it. Tickets are given in order.
+    fn submit(&mut self, step: &Step) -> Result<Ticket>;
+
+    /// Blocks until the step is done. Steps are waited for in the order they were submitted. On a virtual clock, moves
+    /// the clock to the end of the step.
+    ///
+    /// # Errors
+    /// Non-finite logits, a lost device.
+    fn wait(&mut self, ticket: Ticket) -> Result<StepOutput>;
+}

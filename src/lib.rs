@@ -1,0 +1,9 @@
+//! `inferwall`: turn one knob of an LLM server until something breaks, and see why.
+//!
+//! Data flows one way: `experiments.toml -> Experiment -> Plan -> (Workload -> Engine -> Device) ->
+//! Recorder -> Summary -> Report`. Nothing in [`engine`] imports from the layers above it.
+
+pub mod engine;
+pub mod error;
+
+pub use error::{Error, Result};
