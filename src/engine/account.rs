@@ -1,8 +1,19 @@
 //! Bytes and FLOPs of a step, counted from the model's shape: what it must move and compute, whatever the device.
 //!
-//! Real devices are judged against these counts and simulated devices are charged by them.
+//! Real devices are judged against these counts and simulated devices are charged by them. A step is seen as three
+//! dependent phases, since a layer's products and its token mixing wait for each other while weights wait for nobody:
+//! - weights: every matrix once, against the products of all new tokens;
+//! - state: recurrent states and convolution windows read and written, against the delta rule;
+//! - attention: K and V of the context read and of the new tokens written, against the scores.
+//!
+//! Counts that depend on the model alone are taken once, in [`CostModel::new`]; [`CostModel::cost`] runs every step.
 
 use serde::{Deserialize, Serialize};
+
+use super::config::CacheDtype;
+use super::device::CachePlan;
+use super::model::layout::ModelLayout;
+use super::model::spec::ModelSpec;
 
 /// Compulsory bytes of a step by class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,4 +68,376 @@ pub struct SequenceShape {
     pub sampled_rows: usize,
     /// A decode (one token plus drafts) rather than a prompt chunk.
     pub decode: bool,
+}
+
+/// One dependent phase of a step: its bytes and FLOPs may overlap with each other, not with another phase's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Phase {
+    pub bytes: u64,
+    pub flops: u64,
+}
+
+impl Phase {
+    /// max(bytes/bandwidth, FLOPs/rate), seconds.
+    pub fn floor_s(&self, ceilings: &Ceilings) -> f64 {
+        (self.bytes as f64 / ceilings.read_bytes_per_s).max(self.flops as f64 / ceilings.flops_per_s)
+    }
+}
+
+/// What a step moves and computes, by dependent phase.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepPhases {
+    pub weights: Phase,
+    pub state: Phase,
+    pub attention: Phase,
+    /// Bytes of layer inputs and outputs. In no phase: at decode sizes they stay in on-chip caches, and in
+    /// prefill they hide behind the products.
+    pub activation_bytes: u64,
+}
+
+impl StepPhases {
+    pub fn floor_s(&self, ceilings: &Ceilings) -> f64 {
+        self.weights.floor_s(ceilings) + self.state.floor_s(ceilings) + self.attention.floor_s(ceilings)
+    }
+}
+
+/// Counts of a model that do not depend on the step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CostModel {
+    /// Bytes of every matrix and vector of the layers and the final norm; the head is apart, since a step that
+    /// samples nothing leaves it out.
+    pub layer_weight_bytes: u64,
+    pub head_weight_bytes: u64,
+    /// Products of one token through all layers, and of one row through the head.
+    pub layer_flops_per_token: u64,
+    pub head_flops_per_row: u64,
+    /// Recurrent states and windows of one sequence over all layers, one way.
+    pub state_bytes_per_sequence: u64,
+    /// Delta rule and convolution of one token over all layers: recurrent form, and form of 64-token chunks.
+    pub recurrent_flops_per_token: u64,
+    pub chunked_flops_per_token: u64,
+    pub kv_bytes_per_token: u64,
+    /// Scores and weighted values of one (query, key) pair over all attention layers.
+    pub attention_flops_per_pair: u64,
+    pub activation_bytes_per_token: u64,
+}
+
+/// Tokens in a chunk of the delta rule's chunked form.
+const DELTA_CHUNK_TOKENS: u64 = 64;
+
+/// Bytes an element takes. `Auto` has been resolved before a plan is made; it counts as two bytes.
+pub fn dtype_bytes(dtype: CacheDtype) -> u64 {
+    match dtype {
+        CacheDtype::F32 => 4,
+        CacheDtype::F16 | CacheDtype::Bf16 | CacheDtype::Auto => 2,
+    }
+}
+
+/// K and V bytes of one token over all attention layers.
+pub fn kv_bytes_per_token(spec: &ModelSpec, kv_dtype: CacheDtype) -> u64 {
+    spec.kv_elements_per_token() as u64 * dtype_bytes(kv_dtype)
+}
+
+/// Bytes of one sequence's recurrent states and convolution windows over all layers. Windows are stored like K and V.
+pub fn state_bytes_per_sequence(spec: &ModelSpec, state_dtype: CacheDtype, kv_dtype: CacheDtype) -> u64 {
+    let Some(delta) = &spec.delta_net else { return 0 };
+    // The state is 32-bit unless a narrower type was asked for.
+    let state_element = if state_dtype == CacheDtype::Auto { 4 } else { dtype_bytes(state_dtype) };
+    let layer = delta.state_elements() as u64 * state_element
+        + delta.window_elements() as u64 * dtype_bytes(kv_dtype);
+    layer * spec.delta_net_layers() as u64
+}
+
+impl CostModel {
+    pub fn new(layout: &ModelLayout, plan: &CachePlan) -> Self {
+        Self::with_dtypes(layout, plan.kv_dtype, plan.state_dtype)
+    }
+
+    pub fn with_dtypes(layout: &ModelLayout, kv_dtype: CacheDtype, state_dtype: CacheDtype) -> Self {
+        let spec = &layout.spec;
+        let head_weight_bytes = layout.head_bytes();
+        let layer_elements: u64 = layout
+            .linears
+            .iter()
+            .filter(|(linear, _)| linear.layer.is_some())
+            .map(|(linear, _)| linear.rows as u64 * linear.cols as u64)
+            .sum();
+        let (recurrent, chunked) = spec.delta_net.as_ref().map_or((0, 0), |delta| {
+            let heads = delta.value_heads as u64;
+            let (key, value) = (delta.key_dim as u64, delta.value_dim as u64);
+            // Decay, read, correct, write, read: seven operations an element of the state.
+            let recurrent = 7 * key * value * heads;
+            let chunk = DELTA_CHUNK_TOKENS;
+            let per_head = 6 * key * value + 2 * chunk * (3 * key + 2 * value) + 2 * chunk * chunk / 3;
+            let convolution = 2 * (delta.conv_channels() * delta.conv_width) as u64;
+            let layers = spec.delta_net_layers() as u64;
+            ((recurrent + convolution) * layers, (per_head * heads + convolution) * layers)
+        });
+        let attention = &spec.attention;
+        let hidden = spec.hidden_size as u64;
+        Self {
+            layer_weight_bytes: layout.streamed_bytes() - head_weight_bytes,
+            head_weight_bytes,
+            layer_flops_per_token: 2 * layer_elements,
+            head_flops_per_row: 2 * spec.vocab_size as u64 * hidden,
+            state_bytes_per_sequence: state_bytes_per_sequence(spec, state_dtype, kv_dtype),
+            recurrent_flops_per_token: recurrent,
+            chunked_flops_per_token: chunked,
+            kv_bytes_per_token: kv_bytes_per_token(spec, kv_dtype),
+            attention_flops_per_pair: 4
+                * (attention.heads * attention.head_dim) as u64
+                * spec.attention_layers() as u64,
+            activation_bytes_per_token: layout.embedding.bytes(1, spec.hidden_size)
+                + 2 * hidden * dtype_bytes(kv_dtype) * spec.layers.len() as u64,
+        }
+    }
+
+    /// What a step of these sequences moves and computes. Nothing at all for an empty step.
+    pub fn phases(&self, shapes: &[SequenceShape]) -> StepPhases {
+        let mut tokens = 0;
+        let mut rows = 0;
+        let mut state_moves = 0;
+        let mut delta_flops = 0;
+        let mut kv_tokens = 0;
+        let mut pairs = 0;
+        for shape in shapes {
+            let new = shape.new_tokens as u64;
+            let context = shape.context_tokens as u64;
+            tokens += new;
+            rows += shape.sampled_rows as u64;
+            // A sequence's first chunk starts from zero: nothing to read.
+            state_moves += if context == 0 { 1 } else { 2 };
+            let per_token =
+                if shape.decode { self.recurrent_flops_per_token } else { self.chunked_flops_per_token };
+            delta_flops += new * per_token;
+            kv_tokens += context + new;
+            pairs += new * context + new * (new + 1) / 2;
+        }
+        if tokens == 0 {
+            return StepPhases::default();
+        }
+        let head_bytes = if rows > 0 { self.head_weight_bytes } else { 0 };
+        StepPhases {
+            weights: Phase {
+                bytes: self.layer_weight_bytes + head_bytes,
+                flops: tokens * self.layer_flops_per_token + rows * self.head_flops_per_row,
+            },
+            state: Phase { bytes: state_moves * self.state_bytes_per_sequence, flops: delta_flops },
+            attention: Phase {
+                bytes: kv_tokens * self.kv_bytes_per_token,
+                flops: pairs * self.attention_flops_per_pair,
+            },
+            activation_bytes: tokens * self.activation_bytes_per_token,
+        }
+    }
+
+    pub fn cost(&self, shapes: &[SequenceShape], ceilings: &Ceilings) -> StepCost {
+        let phases = self.phases(shapes);
+        StepCost {
+            bytes: ByteClasses {
+                weights: phases.weights.bytes,
+                state: phases.state.bytes,
+                kv: phases.attention.bytes,
+                activations: phases.activation_bytes,
+            },
+            flops: phases.weights.flops + phases.state.flops + phases.attention.flops,
+            floor_s: phases.floor_s(ceilings),
+        }
+    }
+}
+
+/// [`CostModel::cost`] for a caller that has no [`CostModel`] at hand. Builds one: not for every step.
+pub fn step_cost(
+    layout: &ModelLayout,
+    plan: &CachePlan,
+    shapes: &[SequenceShape],
+    ceilings: &Ceilings,
+) -> StepCost {
+    CostModel::new(layout, plan).cost(shapes, ceilings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::layout::WeightFormat;
+    use crate::engine::model::spec::{Attention, DeltaNet, Family, Mixer, Role, Rope, RopeScaling};
+
+    /// Qwen3.5 4B, or with `nine` the 9B; `int4` says which modules are packed in groups of 128 with zero points.
+    fn layout(nine: bool, int4: impl Fn(Option<usize>, Role) -> bool) -> ModelLayout {
+        let spec = ModelSpec {
+            family: Family::Qwen35,
+            name: "test".into(),
+            hidden_size: if nine { 4096 } else { 2560 },
+            intermediate_size: if nine { 12288 } else { 9216 },
+            vocab_size: 248_320,
+            layers: (0..32)
+                .map(|layer| if layer % 4 == 3 { Mixer::Attention } else { Mixer::DeltaNet })
+                .collect(),
+            attention: Attention {
+                heads: 16,
+                kv_heads: 4,
+                head_dim: 256,
+                output_gate: true,
+                qk_norm: true,
+                qkv_bias: false,
+                rope: Rope { theta: 1e7, rotary_dim: 64, scaling: RopeScaling::None },
+            },
+            delta_net: Some(DeltaNet {
+                key_heads: 16,
+                value_heads: 32,
+                key_dim: 128,
+                value_dim: 128,
+                conv_width: 4,
+            }),
+            norm_eps: 1e-6,
+            norm_plus_one: true,
+            tied_head: !nine,
+            max_position: 262_144,
+            eos_tokens: vec![248_044],
+            real_vocab_size: 248_077,
+        };
+        let linears = spec
+            .linears()
+            .into_iter()
+            .map(|linear| {
+                let packed = int4(linear.layer, linear.role);
+                let int4 = WeightFormat::Int4 { group: 128, zero_points: true };
+                (linear, if packed { int4 } else { WeightFormat::F16 })
+            })
+            .collect();
+        ModelLayout { spec, linears, embedding: WeightFormat::F16, synthetic: true, hash: String::new() }
+    }
+
+    fn is_mlp(role: Role) -> bool {
+        matches!(role, Role::Gate | Role::Up | Role::Down)
+    }
+
+    fn cost_model(layout: &ModelLayout) -> CostModel {
+        CostModel::with_dtypes(layout, CacheDtype::F16, CacheDtype::F32)
+    }
+
+    fn h200() -> Ceilings {
+        Ceilings {
+            read_bytes_per_s: 4.63e12,
+            copy_bytes_per_s: 4.2e12,
+            flops_per_s: 790e12,
+            launch_s: 0.0,
+            measured: true,
+        }
+    }
+
+    fn decode(batch: usize, context: usize) -> Vec<SequenceShape> {
+        vec![SequenceShape { new_tokens: 1, context_tokens: context, sampled_rows: 1, decode: true }; batch]
+    }
+
+    fn floor_ms(model: &CostModel, shapes: &[SequenceShape]) -> f64 {
+        model.cost(shapes, &h200()).floor_s * 1e3
+    }
+
+    #[track_caller]
+    fn close(found: f64, expected: f64, tolerance: f64) {
+        assert!((found - expected).abs() <= tolerance, "found {found}, expected {expected} +- {tolerance}");
+    }
+
+    #[test]
+    fn constants_equal_the_published_tables() {
+        let four = cost_model(&layout(false, |_, _| false));
+        assert_eq!(four.layer_weight_bytes + four.head_weight_bytes, 8_411_502_592);
+        assert_eq!(four.state_bytes_per_sequence, 50_331_648 + 1_179_648);
+        assert_eq!(four.kv_bytes_per_token, 32_768);
+        assert_eq!(four.attention_flops_per_pair, 131_072);
+        // 7 dk dv Hv over 24 layers, and the chunked form; the convolution is 2 * 8192 * 4 a layer.
+        let convolution = 24 * 2 * 8192 * 4;
+        assert_eq!(four.recurrent_flops_per_token - convolution, 88_080_384);
+        close((four.chunked_flops_per_token - convolution) as f64, 140.5e6, 0.1e6);
+        close((four.layer_flops_per_token + four.head_flops_per_row) as f64, 8.4e9, 0.02e9);
+        let nine = cost_model(&layout(true, |_, _| false));
+        close((nine.layer_flops_per_token + nine.head_flops_per_row) as f64, 15.9e9, 0.05e9);
+        close((nine.layer_weight_bytes + nine.head_weight_bytes) as f64, 15.873e9, 1e6);
+    }
+
+    #[test]
+    fn a_decode_step_moves_the_bytes_of_the_published_table() {
+        let four = cost_model(&layout(false, |_, _| false));
+        let nine = cost_model(&layout(true, |layer, role| is_mlp(role) && layer != Some(0)));
+        // (batch, context, GB); a step also writes the new token's K and V, 0.03 MB a sequence.
+        for (model, batch, context, gigabytes) in [
+            (&four, 1, 0, 8.51),
+            (&four, 4, 1024, 8.96),
+            (&four, 16, 4096, 12.21),
+            (&four, 64, 1024, 17.15),
+            (&nine, 1, 1024, 9.08),
+            (&nine, 16, 4096, 12.74),
+            (&nine, 64, 16_384, 49.90),
+        ] {
+            let mut shapes = decode(batch, context.max(1));
+            if context == 0 {
+                shapes[0].context_tokens = 1;
+            }
+            let bytes = model.cost(&shapes, &h200()).bytes;
+            let found = (bytes.weights + bytes.state + bytes.kv) as f64 / 1e9;
+            close(found, gigabytes, 0.006 * gigabytes.max(1.0) / 8.0);
+        }
+    }
+
+    #[test]
+    fn decode_floors_equal_those_measured_against() {
+        // 128 outputs after 128-token prompts: a mean context of 192.
+        let four = cost_model(&layout(false, |_, _| false));
+        let all = cost_model(&layout(true, |layer, role| {
+            layer.is_some() && !matches!(role, Role::InA | Role::InB)
+        }));
+        let mlp = cost_model(&layout(true, |layer, role| is_mlp(role) && layer != Some(0)));
+        for (batch, fp16, awq, awq_mlp) in [
+            (1, 1.84, 1.24, 1.96),
+            (8, 2.01, 1.41, 2.12),
+            (32, 2.57, 1.97, 2.69),
+            (64, 3.33, 2.80, 3.44),
+            (128, 4.84, 5.59, 5.59),
+            (256, 8.77, 11.2, 11.2),
+        ] {
+            for (model, expected) in [(&four, fp16), (&all, awq), (&mlp, awq_mlp)] {
+                close(floor_ms(model, &decode(batch, 192)), expected, 0.006 * expected);
+            }
+        }
+        close(floor_ms(&four, &decode(32, 8192)), 4.39, 0.02);
+        close(floor_ms(&all, &decode(64, 4096)), 4.58, 0.02);
+    }
+
+    #[test]
+    fn prefill_floors_equal_those_measured_against() {
+        let four = cost_model(&layout(false, |_, _| false));
+        let nine = cost_model(&layout(true, |layer, role| is_mlp(role) && layer != Some(0)));
+        for (prompt, fp16, awq_mlp) in
+            [(256, 2.4, 4.5), (2048, 19.2, 36.6), (8192, 81.0, 151.0), (28_000, 323.0, 561.0)]
+        {
+            let chunk =
+                [SequenceShape { new_tokens: prompt, context_tokens: 0, sampled_rows: 1, decode: false }];
+            close(floor_ms(&four, &chunk), fp16, 0.02 * fp16);
+            close(floor_ms(&nine, &chunk), awq_mlp, 0.02 * awq_mlp);
+        }
+    }
+
+    #[test]
+    fn chunks_of_a_prompt_count_its_attention_once_and_leave_the_head_out() {
+        let four = cost_model(&layout(false, |_, _| false));
+        let chunk = |new, context, rows| {
+            [SequenceShape { new_tokens: new, context_tokens: context, sampled_rows: rows, decode: false }]
+        };
+        let whole = four.phases(&chunk(3000, 0, 1));
+        let first = four.phases(&chunk(2048, 0, 0));
+        let last = four.phases(&chunk(952, 2048, 1));
+        assert_eq!(first.attention.flops + last.attention.flops, whole.attention.flops);
+        assert_eq!(first.weights.bytes, four.layer_weight_bytes);
+        assert_eq!(last.weights.bytes, four.layer_weight_bytes + four.head_weight_bytes);
+        // The first chunk has no state to read, the second does.
+        assert_eq!(first.state.bytes, four.state_bytes_per_sequence);
+        assert_eq!(last.state.bytes, 2 * four.state_bytes_per_sequence);
+    }
+
+    #[test]
+    fn an_empty_step_costs_nothing() {
+        let four = cost_model(&layout(false, |_, _| false));
+        assert_eq!(four.cost(&[], &h200()), StepCost::default());
+    }
 }
