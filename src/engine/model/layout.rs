@@ -61,6 +61,15 @@ impl ModelLayout {
         self.layer_bytes() + self.head_bytes() + self.small_bytes()
     }
 
+    /// Weights of the text model. A tied head is counted once.
+    pub fn parameters(&self) -> u64 {
+        let spec = &self.spec;
+        let matrices: u64 =
+            self.linears.iter().map(|(linear, _)| linear.rows as u64 * linear.cols as u64).sum();
+        let embedding = if spec.tied_head { 0 } else { spec.vocab_size as u64 * spec.hidden_size as u64 };
+        matrices + embedding + self.small_elements()
+    }
+
     pub fn head_bytes(&self) -> u64 {
         let spec = &self.spec;
         let format = if spec.tied_head { self.embedding } else { self.linears[self.linears.len() - 1].1 };

@@ -1,6 +1,17 @@
 //! A model as files describe it: its shape ([`spec`]), the formats its weights are stored in ([`layout`]) and where
 //! their bytes come from ([`weights`]).
+//!
+//! [`open`] turns what `--model` names ([`ModelRef`]) into an [`OpenedModel`], validated to the last tensor before
+//! anything is loaded; [`synthetic_layout`] gives the shape of a built-in preset without any weights.
 
 pub mod layout;
+mod open;
+pub mod presets;
+mod reference;
 pub mod spec;
+pub mod synthetic;
 pub mod weights;
+
+pub use open::{Component, GenerationDefaults, OpenOptions, OpenedModel, Skipped, open};
+pub use presets::synthetic_layout;
+pub use reference::ModelRef;
