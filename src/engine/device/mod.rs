@@ -3,6 +3,8 @@
 //!
 //! The only place in the crate with `unsafe`, SIMD or CUDA.
 
+pub mod cuda;
+
 use serde::{Deserialize, Serialize};
 
 use super::account::Ceilings;

@@ -1,0 +1,527 @@
+//! The driver in small, checked pieces: a GPU with its context, streams, events, and memory that frees itself.
+//!
+//! cudarc's raw layer is used rather than its owning one: steps are captured into graphs with programmatic launches, and
+//! all buffers live as long as the session, so per-buffer event tracking would only be in the way. A context is current
+//! on a thread after [`Gpu::bind`]; every public entry of this device calls it first.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::ptr;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use cudarc::driver::{result, sys};
+
+use super::compile::{self, Unit};
+use super::libraries;
+use super::nvrtc::Nvrtc;
+use crate::{Error, Result};
+
+/// Oldest compute capability the kernels compile for.
+pub const MIN_CAPABILITY: i32 = 80;
+/// Oldest driver interface (CUDA 12.0): launches with attributes.
+const MIN_DRIVER: i32 = 12000;
+
+/// What the driver says of one GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuFacts {
+    pub ordinal: i32,
+    pub name: String,
+    /// 90 for compute capability 9.0.
+    pub capability: i32,
+    pub multiprocessors: u32,
+    pub memory_bytes: u64,
+    pub l2_bytes: u64,
+    /// Most shared memory a block may ask for.
+    pub shared_bytes: u32,
+    /// The driver's CUDA version, (13, 0).
+    pub driver: (i32, i32),
+}
+
+/// Turns a driver code into an error that says what was being done.
+pub fn check(code: Result<(), result::DriverError>, what: impl FnOnce() -> String) -> Result<()> {
+    code.map_err(|error| failure(error, what))
+}
+
+pub fn failure(error: result::DriverError, what: impl FnOnce() -> String) -> Error {
+    let words = error.error_string().map_or_else(|_| format!("{:?}", error.0), |s| s.to_string_lossy().into_owned());
+    let hint = match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            "lower gpu_memory_utilization, max_num_seqs or kv_blocks, or end what else uses the GPU (nvidia-smi)"
+        }
+        sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS | sys::CUresult::CUDA_ERROR_LAUNCH_FAILED => {
+            "a kernel went wrong; please report it with the command line"
+        }
+        sys::CUresult::CUDA_ERROR_INVALID_IMAGE | sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+            "the driver may be older than NVRTC; update the driver or choose an older toolkit by CUDA_HOME"
+        }
+        _ => "nvidia-smi shows whether the driver sees the GPU",
+    };
+    Error::failed(format!("CUDA: {}: {words}", what()), hint)
+}
+
+/// Initialises the driver once.
+///
+/// # Errors
+/// One sentence for each thing that can be missing.
+fn driver() -> Result<(i32, i32)> {
+    static STATE: OnceLock<Result<(i32, i32)>> = OnceLock::new();
+    STATE
+        .get_or_init(|| {
+            let Some((library, _)) = libraries::open(&["libcuda.so.1", "libcuda.so"]) else {
+                return Err(Error::invalid(
+                    "no NVIDIA driver (libcuda.so.1) was found",
+                    "install the NVIDIA driver, or use --device cpu",
+                ));
+            };
+            // cudarc opens the library again by its bare name; while this handle lives, the loader gives it this one.
+            std::mem::forget(library);
+            // SAFETY: asks whether the library loads, nothing more.
+            if !unsafe { sys::is_culib_present() } {
+                return Err(Error::invalid(
+                    "the NVIDIA driver's libcuda was found, but not under a name the loader knows",
+                    "add its folder to the loader's path (ldconfig or LD_LIBRARY_PATH)",
+                ));
+            }
+            result::init().map_err(|error| {
+                let Error::Failed { fact, .. } = failure(error, || "the driver does not start".to_string()) else {
+                    return Error::failed("the driver does not start", "");
+                };
+                Error::invalid(fact, "nvidia-smi shows whether the driver sees a GPU; or use --device cpu")
+            })?;
+            let mut version = 0;
+            // SAFETY: writes one integer.
+            let code = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
+            check(code, || "asking the driver's version".to_string())?;
+            let pair = (version / 1000, version % 1000 / 10);
+            if version < MIN_DRIVER {
+                return Err(Error::invalid(
+                    format!("the NVIDIA driver speaks CUDA {}.{}, and 12.0 or newer is needed", pair.0, pair.1),
+                    "update the driver",
+                ));
+            }
+            Ok(pair)
+        })
+        .clone()
+}
+
+/// All GPUs the driver shows, usable or not.
+///
+/// # Errors
+/// No driver, a driver that does not start, or one that is too old.
+pub fn probe() -> Result<Vec<GpuFacts>> {
+    let driver = driver()?;
+    let count = result::device::get_count().map_err(|error| failure(error, || "counting GPUs".to_string()))?;
+    (0..count).map(|ordinal| facts(ordinal, driver)).collect()
+}
+
+fn facts(ordinal: i32, driver: (i32, i32)) -> Result<GpuFacts> {
+    use sys::CUdevice_attribute as Attribute;
+    let asked = |error| failure(error, || format!("asking about GPU {ordinal}"));
+    let device = result::device::get(ordinal).map_err(asked)?;
+    // SAFETY: `device` is a handle the driver just gave.
+    let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(asked);
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok(GpuFacts {
+        ordinal,
+        name: result::device::get_name(device).map_err(asked)?,
+        capability: 10 * major + minor,
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        // SAFETY: as above.
+        memory_bytes: unsafe { result::device::total_mem(device) }.map_err(asked)? as u64,
+        l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+        driver,
+    })
+}
+
+/// A kernel ready to launch. Valid as long as its [`Gpu`], which never unloads modules.
+#[derive(Debug, Clone, Copy)]
+pub struct Kernel {
+    pub(super) function: sys::CUfunction,
+    pub name: &'static str,
+    /// Registers a thread.
+    pub registers: u32,
+}
+
+// SAFETY: a function handle is a name within its context, usable from any thread that has the context current.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; launching does not change it.
+unsafe impl Sync for Kernel {}
+
+struct Modules {
+    loaded: HashMap<(&'static str, usize), sys::CUmodule>,
+    nvrtc: Option<Nvrtc>,
+}
+
+// SAFETY: module handles and the compiler's library may be used from any thread; the mutex around this orders it.
+unsafe impl Send for Modules {}
+
+struct Inner {
+    facts: GpuFacts,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    modules: Mutex<Modules>,
+}
+
+// SAFETY: the context handle may be made current on any thread; everything mutable is behind the mutex.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `Gpu::open`; every buffer and stream holds a `Gpu`, so none outlives this.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// One GPU: its primary context and the kernels loaded into it. Clones share it.
+#[derive(Clone)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").field("facts", &self.inner.facts).finish()
+    }
+}
+
+impl Gpu {
+    /// Opens GPU `ordinal`.
+    ///
+    /// # Errors
+    /// No driver, no such GPU, or one that is too old.
+    pub fn open(ordinal: i32) -> Result<Self> {
+        let all = probe()?;
+        let Some(facts) = all.iter().find(|facts| facts.ordinal == ordinal).cloned() else {
+            return Err(Error::invalid(
+                format!("there is no GPU {ordinal}: the driver shows {}", all.len()),
+                "nvidia-smi lists the GPUs; CUDA_VISIBLE_DEVICES may hide some",
+            ));
+        };
+        if facts.capability < MIN_CAPABILITY {
+            return Err(Error::invalid(
+                format!(
+                    "GPU {ordinal} ({}) has compute capability {}.{}, and 8.0 (Ampere) or newer is needed",
+                    facts.name,
+                    facts.capability / 10,
+                    facts.capability % 10
+                ),
+                "use a newer GPU, or --device cpu",
+            ));
+        }
+        let opening = |error| failure(error, || format!("opening GPU {ordinal}"));
+        let device = result::device::get(ordinal).map_err(opening)?;
+        // SAFETY: `device` is valid; the context is released once, in `Inner::drop`.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(opening)?;
+        let modules = Mutex::new(Modules { loaded: HashMap::new(), nvrtc: None });
+        let gpu = Self { inner: Arc::new(Inner { facts, device, context, modules }) };
+        gpu.bind()?;
+        Ok(gpu)
+    }
+
+    pub fn facts(&self) -> &GpuFacts {
+        &self.inner.facts
+    }
+
+    /// Hopper or newer: bulk copies, overlapped launches.
+    pub fn is_hopper_or_newer(&self) -> bool {
+        self.inner.facts.capability >= 90
+    }
+
+    /// Makes the context current on this thread.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained as long as `self` lives.
+        let code = unsafe { result::ctx::set_current(self.inner.context) };
+        check(code, || "making the context current".to_string())
+    }
+
+    /// Free and total bytes of the GPU's memory now.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        self.bind()?;
+        let (free, total) = result::mem_get_info().map_err(|e| failure(e, || "asking for free memory".to_string()))?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Waits for everything queued on this GPU.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        check(result::ctx::synchronize(), || "waiting for the GPU".to_string())
+    }
+
+    /// A kernel of `unit`, compiling (or reading from the cache) and loading its module at the first call.
+    pub fn kernel(&self, unit: &Unit, name: &'static str) -> Result<Kernel> {
+        let facts = &self.inner.facts;
+        if facts.capability < unit.min_capability {
+            return Err(Error::failed(
+                format!("{} needs compute capability {} and this GPU has {}", unit.file, unit.min_capability, facts.capability),
+                "",
+            ));
+        }
+        let module = self.module(unit)?;
+        let symbol = CString::new(name).map_err(|_| Error::failed(format!("kernel name {name:?}"), ""))?;
+        let loading = |error| failure(error, || format!("loading kernel {name} of {}", unit.file));
+        // SAFETY: the module is loaded and stays so; attributes are read from and set on a valid function.
+        unsafe {
+            let function = result::module::get_function(module, symbol).map_err(loading)?;
+            use sys::CUfunction_attribute_enum as Attribute;
+            let attribute = |which| result::function::get_function_attribute(function, which).map_err(loading);
+            let fixed = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+            let registers = attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)? as u32;
+            let most = facts.shared_bytes as i32 - fixed;
+            let which = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            result::function::set_function_attribute(function, which, most).map_err(loading)?;
+            Ok(Kernel { function, name, registers })
+        }
+    }
+
+    fn module(&self, unit: &Unit) -> Result<sys::CUmodule> {
+        let mut modules = self.inner.modules.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let key = (unit.file, unit.defines.as_ptr() as usize);
+        if let Some(&module) = modules.loaded.get(&key) {
+            return Ok(module);
+        }
+        if modules.nvrtc.is_none() {
+            modules.nvrtc = Some(Nvrtc::find(Some(self.inner.facts.driver))?);
+        }
+        let Some(nvrtc) = &modules.nvrtc else { return Err(Error::failed("NVRTC went missing", "")) };
+        let cubin = compile::cubin(nvrtc, unit, &compile::target(self.inner.facts.capability))?;
+        self.bind()?;
+        // SAFETY: `cubin` is a whole ELF image and the driver copies it.
+        let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
+            .map_err(|error| failure(error, || format!("loading {}", unit.file)))?;
+        modules.loaded.insert(key, module);
+        Ok(module)
+    }
+
+    /// Path and version of the compiler in use, once something was compiled or looked up.
+    pub fn compiler(&self) -> Result<String> {
+        let mut modules = self.inner.modules.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if modules.nvrtc.is_none() {
+            modules.nvrtc = Some(Nvrtc::find(Some(self.inner.facts.driver))?);
+        }
+        let found = modules.nvrtc.as_ref();
+        Ok(found.map_or_else(String::new, |n| format!("{}.{} ({})", n.version.0, n.version.1, n.path.display())))
+    }
+
+    /// Uninitialised memory.
+    pub fn allocate(&self, bytes: u64) -> Result<DeviceBuffer> {
+        self.bind()?;
+        // SAFETY: freed once, in `DeviceBuffer::drop`. Zero-sized buffers get a byte so that every pointer is valid.
+        let pointer = unsafe { result::malloc_sync(bytes.max(16) as usize) }
+            .map_err(|error| failure(error, || format!("allocating {bytes} bytes")))?;
+        Ok(DeviceBuffer { gpu: self.clone(), pointer, bytes })
+    }
+
+    pub fn allocate_zeroed(&self, bytes: u64) -> Result<DeviceBuffer> {
+        let buffer = self.allocate(bytes)?;
+        // SAFETY: the buffer holds at least `bytes`.
+        let code = unsafe { result::memset_d8_sync(buffer.pointer, 0, bytes as usize) };
+        check(code, || format!("zeroing {bytes} bytes"))?;
+        Ok(buffer)
+    }
+
+    /// A buffer holding `values`.
+    pub fn upload<T: plain::Plain>(&self, values: &[T]) -> Result<DeviceBuffer> {
+        let buffer = self.allocate(size_of_val(values) as u64)?;
+        buffer.write(0, values)?;
+        Ok(buffer)
+    }
+
+    /// Page-locked host memory, which the GPU reads and writes without a staging copy.
+    pub fn allocate_pinned(&self, bytes: usize) -> Result<PinnedBuffer> {
+        self.bind()?;
+        // SAFETY: freed once, in `PinnedBuffer::drop`.
+        let pointer = unsafe { result::malloc_host(bytes.max(16), 0) }
+            .map_err(|error| failure(error, || format!("page-locking {bytes} bytes")))?;
+        // SAFETY: the memory was just given to us, `bytes` long.
+        unsafe { ptr::write_bytes(pointer.cast::<u8>(), 0, bytes.max(16)) };
+        Ok(PinnedBuffer { gpu: self.clone(), pointer: pointer.cast(), bytes: bytes.max(16) })
+    }
+}
+
+/// Types whose bytes may be copied to and from a GPU.
+pub mod plain {
+    /// # Safety
+    /// Every bit pattern is a value and there is no padding.
+    pub unsafe trait Plain: Copy + 'static {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for u8 {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for u16 {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for u32 {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for u64 {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for i32 {}
+    // SAFETY: plain numbers.
+    unsafe impl Plain for f32 {}
+    // SAFETY: a u16 inside.
+    unsafe impl Plain for half::f16 {}
+}
+use plain::Plain;
+
+/// Memory on the GPU, freed when dropped. Whoever queues work on it keeps it until that work is done.
+#[derive(Debug)]
+pub struct DeviceBuffer {
+    gpu: Gpu,
+    pointer: sys::CUdeviceptr,
+    bytes: u64,
+}
+
+impl DeviceBuffer {
+    /// The address, for kernel arguments.
+    pub fn pointer(&self) -> u64 {
+        self.pointer
+    }
+
+    /// The address `bytes` into the buffer.
+    pub fn at(&self, bytes: u64) -> u64 {
+        debug_assert!(bytes <= self.bytes, "{bytes} is past the end of a buffer of {}", self.bytes);
+        self.pointer + bytes
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Copies `values` to `offset` bytes into the buffer and waits.
+    pub fn write<T: Plain>(&self, offset: u64, values: &[T]) -> Result<()> {
+        self.within(offset, size_of_val(values) as u64)?;
+        self.gpu.bind()?;
+        // SAFETY: the range was checked, and the copy is done when the call returns.
+        let code = unsafe { result::memcpy_htod_sync(self.pointer + offset, values) };
+        check(code, || "copying to the GPU".to_string())
+    }
+
+    /// Waits for queued work, then copies out `count` values from `offset` bytes.
+    pub fn read<T: Plain + Default>(&self, offset: u64, count: usize) -> Result<Vec<T>> {
+        self.within(offset, (count * size_of::<T>()) as u64)?;
+        self.gpu.synchronize()?;
+        let mut values = vec![T::default(); count];
+        // SAFETY: the range was checked, and the copy is done when the call returns.
+        let code = unsafe { result::memcpy_dtoh_sync(&mut values, self.pointer + offset) };
+        check(code, || "copying from the GPU".to_string())?;
+        Ok(values)
+    }
+
+    fn within(&self, offset: u64, bytes: u64) -> Result<()> {
+        if offset + bytes > self.bytes.max(16) {
+            return Err(Error::failed(format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes), ""));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: allocated in `Gpu::allocate` and freed only here; the driver waits for queued work on it.
+            let _ = unsafe { result::free_sync(self.pointer) };
+        }
+    }
+}
+
+/// Page-locked host memory.
+#[derive(Debug)]
+pub struct PinnedBuffer {
+    gpu: Gpu,
+    pointer: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory, owned; the driver allows its use from any thread.
+unsafe impl Send for PinnedBuffer {}
+
+impl PinnedBuffer {
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The address, which is also valid on the GPU (unified addressing).
+    pub fn pointer(&self) -> u64 {
+        self.pointer as u64
+    }
+
+    /// # Safety
+    /// No queued copy or kernel writes these bytes while the slice lives.
+    pub unsafe fn slice(&self) -> &[u8] {
+        // SAFETY: allocated with this length; the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.bytes) }
+    }
+
+    /// # Safety
+    /// No queued copy or kernel reads or writes these bytes while the slice lives.
+    pub unsafe fn slice_mut(&mut self) -> &mut [u8] {
+        // SAFETY: allocated with this length; the caller excludes other users.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: allocated in `Gpu::allocate_pinned` and freed only here.
+            let _ = unsafe { result::free_host(self.pointer.cast()) };
+        }
+    }
+}
+
+/// A point in a stream's work, with a time.
+#[derive(Debug)]
+pub struct Event {
+    gpu: Gpu,
+    raw: sys::CUevent,
+}
+
+// SAFETY: an event handle may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub fn new(gpu: &Gpu) -> Result<Self> {
+        gpu.bind()?;
+        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+            .map_err(|error| failure(error, || "creating an event".to_string()))?;
+        Ok(Self { gpu: gpu.clone(), raw })
+    }
+
+    pub(super) fn raw(&self) -> sys::CUevent {
+        self.raw
+    }
+
+    /// Blocks until the work before the event is done.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the event is live.
+        check(unsafe { result::event::synchronize(self.raw) }, || "waiting for a step".to_string())
+    }
+
+    /// Whether the work before the event is done.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is live.
+        match unsafe { result::event::query(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(failure(error, || "asking for a step".to_string())),
+        }
+    }
+
+    /// Seconds from `earlier` to this event; both have been passed.
+    pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
+        // SAFETY: both events are live and recorded.
+        let milliseconds = unsafe { result::event::elapsed(earlier.raw, self.raw) }
+            .map_err(|error| failure(error, || "reading an event's time".to_string()))?;
+        Ok(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: created in `new` and destroyed only here.
+            let _ = unsafe { result::event::destroy(self.raw) };
+        }
+    }
+}

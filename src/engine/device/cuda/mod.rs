@@ -1,0 +1,12 @@
+//! The CUDA device: hand-written kernels (`cuda/*.cu`), compiled at run time for the GPU at hand, in fp16 with fp32 sums.
+//!
+//! Layers, lowest first: [`libraries`] finds the driver and NVRTC; [`nvrtc`] and [`compile`] turn sources into machine code;
+//! [`driver`] and [`launch`] are memory, streams, launches and graphs.
+
+pub mod compile;
+pub mod driver;
+pub mod launch;
+pub mod libraries;
+pub mod nvrtc;
+
+pub use driver::{GpuFacts, probe};
