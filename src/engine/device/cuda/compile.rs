@@ -150,8 +150,13 @@ mod tests {
                    ptxas info    : Function properties for embed\n    \
                    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
                    ptxas info    : Used 40 registers, used 1 barriers, 128 bytes smem\n";
-        let expected =
-            Resources { kernel: "embed".into(), registers: 40, shared_bytes: 128, spill_bytes: 20, stack_bytes: 16 };
+        let expected = Resources {
+            kernel: "embed".into(),
+            registers: 40,
+            shared_bytes: 128,
+            spill_bytes: 20,
+            stack_bytes: 16,
+        };
         assert_eq!(resources(log).unwrap(), [expected]);
     }
 

@@ -43,7 +43,8 @@ pub fn check(code: Result<(), result::DriverError>, what: impl FnOnce() -> Strin
 }
 
 pub fn failure(error: result::DriverError, what: impl FnOnce() -> String) -> Error {
-    let words = error.error_string().map_or_else(|_| format!("{:?}", error.0), |s| s.to_string_lossy().into_owned());
+    let words =
+        error.error_string().map_or_else(|_| format!("{:?}", error.0), |s| s.to_string_lossy().into_owned());
     let hint = match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             "lower gpu_memory_utilization, max_num_seqs or kv_blocks, or end what else uses the GPU (nvidia-smi)"
@@ -83,7 +84,8 @@ fn driver() -> Result<(i32, i32)> {
                 ));
             }
             result::init().map_err(|error| {
-                let Error::Failed { fact, .. } = failure(error, || "the driver does not start".to_string()) else {
+                let Error::Failed { fact, .. } = failure(error, || "the driver does not start".to_string())
+                else {
                     return Error::failed("the driver does not start", "");
                 };
                 Error::invalid(fact, "nvidia-smi shows whether the driver sees a GPU; or use --device cpu")
@@ -95,7 +97,10 @@ fn driver() -> Result<(i32, i32)> {
             let pair = (version / 1000, version % 1000 / 10);
             if version < MIN_DRIVER {
                 return Err(Error::invalid(
-                    format!("the NVIDIA driver speaks CUDA {}.{}, and 12.0 or newer is needed", pair.0, pair.1),
+                    format!(
+                        "the NVIDIA driver speaks CUDA {}.{}, and 12.0 or newer is needed",
+                        pair.0, pair.1
+                    ),
                     "update the driver",
                 ));
             }
@@ -110,7 +115,8 @@ fn driver() -> Result<(i32, i32)> {
 /// No driver, a driver that does not start, or one that is too old.
 pub fn probe() -> Result<Vec<GpuFacts>> {
     let driver = driver()?;
-    let count = result::device::get_count().map_err(|error| failure(error, || "counting GPUs".to_string()))?;
+    let count =
+        result::device::get_count().map_err(|error| failure(error, || "counting GPUs".to_string()))?;
     (0..count).map(|ordinal| facts(ordinal, driver)).collect()
 }
 
@@ -241,7 +247,8 @@ impl Gpu {
     /// Free and total bytes of the GPU's memory now.
     pub fn memory(&self) -> Result<(u64, u64)> {
         self.bind()?;
-        let (free, total) = result::mem_get_info().map_err(|e| failure(e, || "asking for free memory".to_string()))?;
+        let (free, total) =
+            result::mem_get_info().map_err(|e| failure(e, || "asking for free memory".to_string()))?;
         Ok((free as u64, total as u64))
     }
 
@@ -256,7 +263,10 @@ impl Gpu {
         let facts = &self.inner.facts;
         if facts.capability < unit.min_capability {
             return Err(Error::failed(
-                format!("{} needs compute capability {} and this GPU has {}", unit.file, unit.min_capability, facts.capability),
+                format!(
+                    "{} needs compute capability {} and this GPU has {}",
+                    unit.file, unit.min_capability, facts.capability
+                ),
                 "",
             ));
         }
@@ -267,7 +277,8 @@ impl Gpu {
         unsafe {
             let function = result::module::get_function(module, symbol).map_err(loading)?;
             use sys::CUfunction_attribute_enum as Attribute;
-            let attribute = |which| result::function::get_function_attribute(function, which).map_err(loading);
+            let attribute =
+                |which| result::function::get_function_attribute(function, which).map_err(loading);
             let fixed = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
             let registers = attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)? as u32;
             let most = facts.shared_bytes as i32 - fixed;
@@ -303,7 +314,8 @@ impl Gpu {
             modules.nvrtc = Some(Nvrtc::find(Some(self.inner.facts.driver))?);
         }
         let found = modules.nvrtc.as_ref();
-        Ok(found.map_or_else(String::new, |n| format!("{}.{} ({})", n.version.0, n.version.1, n.path.display())))
+        Ok(found
+            .map_or_else(String::new, |n| format!("{}.{} ({})", n.version.0, n.version.1, n.path.display())))
     }
 
     /// Uninitialised memory.
@@ -410,7 +422,10 @@ impl DeviceBuffer {
 
     fn within(&self, offset: u64, bytes: u64) -> Result<()> {
         if offset + bytes > self.bytes.max(16) {
-            return Err(Error::failed(format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes), ""));
+            return Err(Error::failed(
+                format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes),
+                "",
+            ));
         }
         Ok(())
     }

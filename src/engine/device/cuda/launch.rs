@@ -184,7 +184,8 @@ impl Stream {
         };
         // SAFETY: the structures live through the call, which copies them; the arguments are the caller's promise.
         let code = unsafe {
-            sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), std::ptr::null_mut()).result()
+            sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), std::ptr::null_mut())
+                .result()
         };
         check(code, || {
             format!(
@@ -242,7 +243,9 @@ impl Stream {
     pub fn wait_for(&self, event: &Event) -> Result<()> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both handles are live.
-        check(unsafe { result::stream::wait_event(self.raw, event.raw(), flags) }, || "waiting for an event".to_string())
+        check(unsafe { result::stream::wait_event(self.raw, event.raw(), flags) }, || {
+            "waiting for an event".to_string()
+        })
     }
 
     pub fn synchronize(&self) -> Result<()> {
@@ -258,7 +261,8 @@ impl Stream {
         assert!(offset + bytes <= from.bytes(), "a copy past the end of a page-locked buffer");
         // SAFETY: the range was checked; the rest is the caller's promise.
         let code = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, (from.pointer() + offset as u64) as *const c_void, bytes, self.raw).result()
+            sys::cuMemcpyHtoDAsync_v2(to, (from.pointer() + offset as u64) as *const c_void, bytes, self.raw)
+                .result()
         };
         check(code, || format!("copying {bytes} bytes to the GPU"))
     }
@@ -271,7 +275,8 @@ impl Stream {
         assert!(offset + bytes <= to.bytes(), "a copy past the end of a page-locked buffer");
         // SAFETY: the range was checked; the rest is the caller's promise.
         let code = unsafe {
-            sys::cuMemcpyDtoHAsync_v2((to.pointer() + offset as u64) as *mut c_void, from, bytes, self.raw).result()
+            sys::cuMemcpyDtoHAsync_v2((to.pointer() + offset as u64) as *mut c_void, from, bytes, self.raw)
+                .result()
         };
         check(code, || format!("copying {bytes} bytes from the GPU"))
     }
@@ -301,7 +306,9 @@ impl Stream {
     pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is live and not capturing; the capture is ended below on every path.
-        check(unsafe { result::stream::begin_capture(self.raw, mode) }, || "beginning a capture".to_string())?;
+        check(unsafe { result::stream::begin_capture(self.raw, mode) }, || {
+            "beginning a capture".to_string()
+        })?;
         self.start_recording(false)?;
         let done = body();
         let (launches, _) = self.stop_recording();
@@ -323,7 +330,9 @@ impl Stream {
     /// Queues a captured graph.
     pub fn launch_graph(&self, graph: &Graph) -> Result<()> {
         // SAFETY: the graph is live; what it points to is the promise of `capture`.
-        check(unsafe { result::graph::launch(graph.executable, self.raw) }, || "launching a graph".to_string())
+        check(unsafe { result::graph::launch(graph.executable, self.raw) }, || {
+            "launching a graph".to_string()
+        })
     }
 }
 

@@ -38,12 +38,15 @@ fn library_folders() -> Vec<PathBuf> {
     roots.extend(sorted_children(Path::new("/opt"), "cuda"));
     let mut folders = Vec::new();
     for root in roots {
-        for below in ["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "extras/CUPTI/lib64"] {
+        for below in
+            ["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "extras/CUPTI/lib64"]
+        {
             folders.push(root.join(below));
         }
     }
     folders.extend(
-        ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib", "/usr/lib64"].map(PathBuf::from),
+        ["/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib", "/usr/lib64"]
+            .map(PathBuf::from),
     );
     folders.extend(wheel_folders());
     folders.retain(|folder| folder.is_dir());

@@ -8,5 +8,6 @@ pub mod driver;
 pub mod launch;
 pub mod libraries;
 pub mod nvrtc;
+pub mod units;
 
 pub use driver::{GpuFacts, probe};

@@ -37,7 +37,9 @@ impl Nvrtc {
     pub fn find(driver: Option<(i32, i32)>) -> Result<Self> {
         let mut fallback = None;
         for path in libraries::candidates(NAMES) {
-            let Some(nvrtc) = libraries::open_path(&path).and_then(|library| Self::new(library, path)) else { continue };
+            let Some(nvrtc) = libraries::open_path(&path).and_then(|library| Self::new(library, path)) else {
+                continue;
+            };
             if driver.is_none_or(|(major, _)| nvrtc.version.0 <= major) {
                 return Ok(nvrtc);
             }
@@ -71,10 +73,13 @@ impl Nvrtc {
         let mut count = 0;
         // SAFETY: signatures from NVRTC's interface; the array has the length the library asked for.
         unsafe {
-            let Ok(number) = self.get::<unsafe extern "C" fn(*mut c_int) -> c_int>("nvrtcGetNumSupportedArchs") else {
+            let Ok(number) =
+                self.get::<unsafe extern "C" fn(*mut c_int) -> c_int>("nvrtcGetNumSupportedArchs")
+            else {
                 return Vec::new();
             };
-            let Ok(list) = self.get::<unsafe extern "C" fn(*mut c_int) -> c_int>("nvrtcGetSupportedArchs") else {
+            let Ok(list) = self.get::<unsafe extern "C" fn(*mut c_int) -> c_int>("nvrtcGetSupportedArchs")
+            else {
                 return Vec::new();
             };
             if number(&mut count) != 0 || count <= 0 {
@@ -97,7 +102,8 @@ impl Nvrtc {
         options: &[String],
     ) -> Result<Compiled> {
         let c_string = |text: &str| {
-            CString::new(text).map_err(|_| Error::failed(format!("{name}: a zero byte in a kernel source"), ""))
+            CString::new(text)
+                .map_err(|_| Error::failed(format!("{name}: a zero byte in a kernel source"), ""))
         };
         let source = c_string(source)?;
         let file = c_string(name)?;
@@ -121,7 +127,8 @@ impl Nvrtc {
         unsafe {
             let create: Symbol<Create> = self.get("nvrtcCreateProgram")?;
             let compile: Symbol<Compile> = self.get("nvrtcCompileProgram")?;
-            let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> = self.get("nvrtcDestroyProgram")?;
+            let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> =
+                self.get("nvrtcDestroyProgram")?;
             let code = create(
                 &mut program,
                 source.as_ptr(),
@@ -156,7 +163,8 @@ impl Nvrtc {
         unsafe {
             let code = self.get::<Sized>(size)?(program, &mut bytes);
             let mut buffer = vec![0u8; bytes];
-            let code = if code == 0 { self.get::<Filled>(fill)?(program, buffer.as_mut_ptr().cast()) } else { code };
+            let code =
+                if code == 0 { self.get::<Filled>(fill)?(program, buffer.as_mut_ptr().cast()) } else { code };
             if code == 0 { Ok(buffer) } else { Err(self.failed(fill, "gave no output", code)) }
         }
     }
@@ -175,7 +183,12 @@ impl Nvrtc {
     fn failed(&self, name: &str, what: &str, code: c_int) -> Error {
         let words = self.error_string(code).unwrap_or_else(|| code.to_string());
         Error::failed(
-            format!("{name} {what}: {words} (NVRTC {}.{}, {})", self.version.0, self.version.1, self.path.display()),
+            format!(
+                "{name} {what}: {words} (NVRTC {}.{}, {})",
+                self.version.0,
+                self.version.1,
+                self.path.display()
+            ),
             "another NVRTC can be chosen by CUDA_HOME",
         )
     }

@@ -1,0 +1,92 @@
+// Embedding and RMSNorm. Both leave the residual stream (fp32, so that 64 additions do not round to fp16) and the
+// normalised row (fp16) that the next product reads.
+//
+// Shapes: residual [rows, hidden] fp32, normed [rows, hidden] fp16, weight [hidden] fp32 (already 1 + w where the model
+// stores w), partials [parts, rows, hidden] fp32. hidden is a multiple of 4 and at most 8192; one block a row.
+// Bytes of a row: residual 4 + 4, normed 2, each part 4, an element; the idea is to touch each once: the sums that a
+// split product left in parts are added here, where the row is read anyway, so the product needs no second pass.
+#include "half.cuh"
+
+#define MAX_VECTORS 2 // float4 a thread: blocks have at least hidden / 8 threads
+
+// Writes one row's normalised values from registers.
+DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16 *normed, int vectors, float eps,
+                       float *scratch) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < MAX_VECTORS; i++) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+    float scale = rsqrtf(block_sum(sum, scratch) / (float)(4 * vectors) + eps);
+#pragma unroll
+    for (int i = 0; i < MAX_VECTORS; i++) {
+        int at = threadIdx.x + i * blockDim.x;
+        if (at < vectors) {
+            float4 w = weight[at];
+            uint2 packed = make_uint2(pack_half2(x[i].x * scale * w.x, x[i].y * scale * w.y),
+                                      pack_half2(x[i].z * scale * w.z, x[i].w * scale * w.w));
+            ((uint2 *)normed)[at] = packed;
+        }
+    }
+}
+
+// residual[row] = table[tokens[row]], normed[row] = norm of it.
+KERNEL embed_norm(const f16 *table, const u32 *tokens, const float4 *weight, float *residual, f16 *normed, int hidden,
+                  float eps) {
+    __shared__ float scratch[32];
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    int row = blockIdx.x, vectors = hidden / 4;
+    const uint2 *from = (const uint2 *)(table + (u64)tokens[row] * hidden);
+    float4 *out = (float4 *)(residual + (u64)row * hidden);
+    float4 x[MAX_VECTORS];
+#pragma unroll
+    for (int i = 0; i < MAX_VECTORS; i++) {
+        int at = threadIdx.x + i * blockDim.x;
+        x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (at < vectors) {
+            uint2 packed = from[at];
+            float2 low = unpack_half2(packed.x), high = unpack_half2(packed.y);
+            x[i] = make_float4(low.x, low.y, high.x, high.y);
+            out[at] = x[i];
+        }
+    }
+    finish_row(x, weight, normed + (u64)row * hidden, vectors, eps, scratch);
+}
+
+// For output row r, with s = select ? select[r] : r:
+//   x = residual[s] + sum over parts of partials[part][s]; residual[s] = x (unless `keep` is 0); normed[r] = norm of x.
+// `stride` is the distance of two parts in floats. The order of the sum is fixed.
+KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, const float4 *weight, const u32 *select,
+                f16 *normed, int hidden, float eps, int keep) {
+    __shared__ float scratch[32];
+    int vectors = hidden / 4;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    u32 source = select ? select[blockIdx.x] : blockIdx.x;
+    float4 *in = (float4 *)(residual + (u64)source * hidden);
+    const float4 *part = (const float4 *)(partials + (u64)source * hidden);
+    float4 x[MAX_VECTORS];
+#pragma unroll
+    for (int i = 0; i < MAX_VECTORS; i++) {
+        int at = threadIdx.x + i * blockDim.x;
+        x[i] = at < vectors ? in[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll 4
+    for (int p = 0; p < parts; p++) {
+#pragma unroll
+        for (int i = 0; i < MAX_VECTORS; i++) {
+            int at = threadIdx.x + i * blockDim.x;
+            if (at < vectors) {
+                float4 y = part[(u64)p * (stride / 4) + at];
+                x[i].x += y.x, x[i].y += y.y, x[i].z += y.z, x[i].w += y.w;
+            }
+        }
+    }
+    if (keep && parts > 0) {
+#pragma unroll
+        for (int i = 0; i < MAX_VECTORS; i++) {
+            int at = threadIdx.x + i * blockDim.x;
+            if (at < vectors) in[at] = x[i];
+        }
+    }
+    finish_row(x, weight, normed + (u64)blockIdx.x * hidden, vectors, eps, scratch);
+}
