@@ -5,5 +5,7 @@
 
 pub mod engine;
 pub mod error;
+pub mod measure;
+pub mod workload;
 
 pub use error::{Error, Result};

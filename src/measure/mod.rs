@@ -1,0 +1,10 @@
+//! What happened, in numbers: per-token times, summaries by stated definitions, and verdicts on differences.
+//!
+//! A [`recorder::Recorder`] turns step reports into an [`recorder::ArmRecord`]; everything else here is a pure function of
+//! records or of result files.
+
+pub mod axis;
+pub mod quantile;
+pub mod recorder;
+pub mod rows;
+pub mod summary;

@@ -1,0 +1,141 @@
+//! summary.csv: a row per arm and repeat.
+//!
+//! Units are in the names: `_s` seconds, `_ms` milliseconds; rates and throughputs are per second; fractions are of 1.
+//! A value that does not apply or was not measured is empty; rate `inf` is the string `inf`. `steady_*` is the steady
+//! window, everything else the whole run, from its start to the last answer.
+
+use serde::{Deserialize, Serialize};
+
+use super::axis::AxisValue;
+use crate::workload::rate::Rate;
+
+/// Version of the result files' columns.
+pub const SCHEMA: u32 = 1;
+
+/// Field order is column order.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    pub experiment: String,
+    pub arm: String,
+    /// The swept axis and this arm's value on it.
+    pub knob: String,
+    pub value: AxisValue,
+    pub repeat: u32,
+    pub device: String,
+    pub simulated: bool,
+    /// Requests handed out, answered in full, and not.
+    pub requests: usize,
+    pub completed: usize,
+    pub failed: usize,
+    pub duration_s: f64,
+    /// Nominal arrivals a second (empty in a closed loop), and those that were reached.
+    pub offered_rate: Option<Rate>,
+    pub achieved_rate: Option<Rate>,
+    /// Completed requests, generated tokens (whole run; best whole second), and prompt plus generated tokens, a second.
+    pub request_throughput: Option<f64>,
+    pub output_throughput: Option<f64>,
+    pub peak_output_throughput: Option<f64>,
+    pub total_throughput: Option<f64>,
+    /// Intended arrival to first token.
+    pub ttft_mean_ms: Option<f64>,
+    pub ttft_p50_ms: Option<f64>,
+    pub ttft_p90_ms: Option<f64>,
+    pub ttft_p99_ms: Option<f64>,
+    /// (E2EL - TTFT) / (tokens - 1), a value a request.
+    pub tpot_mean_ms: Option<f64>,
+    pub tpot_p50_ms: Option<f64>,
+    pub tpot_p90_ms: Option<f64>,
+    pub tpot_p99_ms: Option<f64>,
+    /// Gaps between consecutive tokens of a request, all requests pooled.
+    pub itl_mean_ms: Option<f64>,
+    pub itl_p50_ms: Option<f64>,
+    pub itl_p90_ms: Option<f64>,
+    pub itl_p99_ms: Option<f64>,
+    /// Intended arrival to the end.
+    pub e2el_mean_ms: Option<f64>,
+    pub e2el_p50_ms: Option<f64>,
+    pub e2el_p90_ms: Option<f64>,
+    pub e2el_p99_ms: Option<f64>,
+    /// Intended arrival to the start of the first step.
+    pub queue_mean_ms: Option<f64>,
+    pub queue_p50_ms: Option<f64>,
+    pub queue_p90_ms: Option<f64>,
+    pub queue_p99_ms: Option<f64>,
+    /// Sequences in a step: mean over the time steps took, and most; most requests left waiting.
+    pub running_mean: Option<f64>,
+    pub running_max: usize,
+    pub waiting_max: usize,
+    /// Most blocks in use over blocks there are.
+    pub kv_usage_max: Option<f64>,
+    pub preemptions: usize,
+    pub recomputed_tokens: usize,
+    pub drafted: usize,
+    pub accepted: usize,
+    /// Wall time between the ends of consecutive steps; and the device's part of it.
+    pub step_ms_p50: Option<f64>,
+    pub step_ms_p99: Option<f64>,
+    pub device_ms_p50: Option<f64>,
+    /// Compulsory bytes moved for each generated token.
+    pub bytes_per_token: Option<f64>,
+    /// Compulsory bytes over step time and the measured read bandwidth; FLOPs over step time and the dense rate.
+    pub bandwidth_fraction: Option<f64>,
+    pub flops_fraction: Option<f64>,
+    /// Bytes that launches moved over compulsory bytes, 1 or more; where launches were counted.
+    pub traffic_ratio: Option<f64>,
+    /// weights, state, kv, compute, seats, blocks, token_budget, arrivals or host.
+    pub bound_by: String,
+    /// (wall - device busy) / wall over all steps.
+    pub host_fraction: Option<f64>,
+    pub steady_start_s: Option<f64>,
+    pub steady_s: Option<f64>,
+    pub steady_request_throughput: Option<f64>,
+    pub steady_output_throughput: Option<f64>,
+    /// Completed requests that met every limit, a second; where limits are given.
+    pub goodput: Option<f64>,
+    pub schema: u32,
+    pub model: String,
+    /// `real` or `synthetic`.
+    pub weights: String,
+    pub load: String,
+    pub seed: u64,
+    pub quick: bool,
+    /// Arithmetic of the CPU device; empty on others.
+    pub cpu_math: String,
+    pub config_hash: String,
+    pub build: String,
+}
+
+/// What a summary says of the arm besides what was measured.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ArmLabel {
+    pub experiment: String,
+    pub arm: String,
+    pub knob: String,
+    pub value: AxisValue,
+    pub repeat: u32,
+    pub device: String,
+    pub simulated: bool,
+    pub model: String,
+    pub synthetic_weights: bool,
+    pub load: String,
+    pub seed: u64,
+    pub quick: bool,
+    pub cpu_math: String,
+    pub config_hash: String,
+    pub build: String,
+}
+
+/// The columns in order, as the file's header has them.
+pub fn columns() -> Vec<String> {
+    match serde_json::to_value(Summary::default()) {
+        Ok(serde_json::Value::Object(fields)) => fields.keys().cloned().collect(),
+        _ => Vec::new(),
+    }
+}
+
+impl Summary {
+    /// A numeric column by name; `None` when the column is unknown, empty or no number.
+    pub fn metric(&self, column: &str) -> Option<f64> {
+        serde_json::to_value(self).ok()?.get(column)?.as_f64()
+    }
+}

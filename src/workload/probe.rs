@@ -1,0 +1,84 @@
+//! Part 2's probe: victims that decode in a loop, and injectors that put long prompts beside them.
+//!
+//! Each victim streams one short request after another. After a while all injectors send one long prompt at the same
+//! moment. When the last of them is answered the victims go on for `drain_s`, then stop after their current request.
+//! The *injection window* is from the injection to the last injected answer.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Probe {
+    pub victims: usize,
+    /// Tokens of a victim's prompt and answer.
+    pub victim_input_len: usize,
+    pub victim_output_len: usize,
+    pub injectors: usize,
+    pub injector_input_len: usize,
+    pub injector_output_len: usize,
+    /// Seconds from the start to the earliest moment of injection.
+    pub inject_after_s: f64,
+    /// Then wait until the first victim has received this many tokens of its current answer: it pins the phase, on
+    /// which the longest gaps depend. None: inject at `inject_after_s` whatever the victims do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub inject_at_token: Option<usize>,
+    /// Seconds the victims go on after the last injected answer.
+    pub drain_s: f64,
+    /// Every injected prompt has the same tokens, as the series had it.
+    pub identical_prompts: bool,
+}
+
+impl Default for Probe {
+    /// The heavy injection of the series.
+    fn default() -> Self {
+        Self {
+            victims: 6,
+            victim_input_len: 7,
+            victim_output_len: 64,
+            injectors: 12,
+            injector_input_len: 5408,
+            injector_output_len: 32,
+            inject_after_s: 3.0,
+            inject_at_token: None,
+            drain_s: 2.0,
+            identical_prompts: true,
+        }
+    }
+}
+
+impl Probe {
+    pub fn validate(&self) -> Result<()> {
+        let lengths = [
+            ("probe.victims", self.victims),
+            ("probe.victim_input_len", self.victim_input_len),
+            ("probe.victim_output_len", self.victim_output_len),
+            ("probe.injectors", self.injectors),
+            ("probe.injector_input_len", self.injector_input_len),
+            ("probe.injector_output_len", self.injector_output_len),
+        ];
+        if let Some((key, _)) = lengths.iter().find(|(_, value)| *value == 0) {
+            return Err(Error::invalid(
+                format!("{key} = 0 is out of bounds"),
+                format!("{key} must be 1 or more"),
+            ));
+        }
+        for (key, seconds) in [("probe.inject_after_s", self.inject_after_s), ("probe.drain_s", self.drain_s)]
+        {
+            if !(seconds >= 0.0 && seconds.is_finite()) {
+                return Err(Error::invalid(
+                    format!("{key} = {seconds} is out of bounds"),
+                    format!("{key} must be 0 or more seconds"),
+                ));
+            }
+        }
+        match self.inject_at_token {
+            Some(token) if token == 0 || token > self.victim_output_len => Err(Error::invalid(
+                format!("probe.inject_at_token = {token} never happens"),
+                format!("a victim's answer has {} tokens", self.victim_output_len),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
