@@ -7,6 +7,7 @@ pub mod compile;
 pub mod driver;
 pub mod launch;
 pub mod libraries;
+pub mod matrix;
 pub mod nvrtc;
 pub mod units;
 

@@ -1,0 +1,65 @@
+//! Weight matrices in the GPU's memory, and what a product does with its result: the seam between the step loop
+//! (`forward`) and the products (`products`).
+//!
+//! The step loop calls `products.linear(stream, x, rows, matrix, output)` with x fp16 [rows, cols]; sums are fp32. Every
+//! matrix of a layer that reads the same input is one [`Matrix`], its modules' rows one after the other:
+//!
+//! | matrix | rows | columns | output |
+//! |---|---|---|---|
+//! | delta net in | qkv, z, b, a | hidden | [`Output::Half`] |
+//! | attention in | q (with gate), k, v | hidden | [`Output::Half`], bias for qwen2 |
+//! | delta net out, o, down | hidden | value size, query size, intermediate | [`Output::Partials`] |
+//! | gate and up, interleaved | 2 x intermediate | hidden | [`Output::SiluMul`] |
+//! | head | vocabulary | hidden | [`Output::Float`], or the greedy arg max alone |
+
+use super::driver::DeviceBuffer;
+
+/// How a matrix lies in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MatrixFormat {
+    /// fp16, row-major, rows of `cols` elements without padding.
+    F16,
+    /// 4-bit, in the products' own order; see there.
+    Int4 { group: usize, zero_points: bool },
+}
+
+/// W [rows, cols] of y = x Wᵀ + bias.
+#[derive(Debug)]
+pub struct Matrix {
+    pub format: MatrixFormat,
+    pub rows: usize,
+    pub cols: usize,
+    pub weights: DeviceBuffer,
+    /// int4: scales (and zero points) in the products' own order.
+    pub scales: Option<DeviceBuffer>,
+    /// fp32 [rows].
+    pub bias: Option<DeviceBuffer>,
+}
+
+impl Matrix {
+    /// Bytes a product streams.
+    pub fn bytes(&self) -> u64 {
+        let side = |buffer: &Option<DeviceBuffer>| buffer.as_ref().map_or(0, DeviceBuffer::bytes);
+        self.weights.bytes() + side(&self.scales) + side(&self.bias)
+    }
+}
+
+/// Where the result of a product goes. Pointers are device addresses, 16-byte aligned; strides are in elements, multiples
+/// of 8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// fp16 [rows of x, stride].
+    Half { to: u64, stride: usize },
+    /// fp32 [rows of x, stride].
+    Float { to: u64, stride: usize },
+    /// The matrix holds gate rows and up rows in turn, [`GATE_UP_INTERLEAVE`] of each at a time; out is
+    /// silu(gate) * up, fp16 [rows of x, stride].
+    SiluMul { to: u64, stride: usize },
+    /// fp32 sums to be added to the residual stream by the norm that follows: the columns of W are split into 1 to
+    /// `max_parts` parts, part p is written whole to `to + 4 * p * part_stride` as [rows of x, W's rows] (nothing
+    /// there is read or assumed zero). The product returns how many parts it wrote.
+    Partials { to: u64, part_stride: usize, max_parts: usize },
+}
+
+/// Rows of gate before as many rows of up, in the interleaved gate and up matrix. Intermediate sizes are multiples of it.
+pub const GATE_UP_INTERLEAVE: usize = 8;
