@@ -5,6 +5,7 @@
 
 pub mod engine;
 pub mod error;
+pub mod hardware;
 pub mod measure;
 pub mod workload;
 

@@ -101,6 +101,49 @@ impl StepPhases {
     }
 }
 
+/// Sums over the sequences of a step that its cost depends on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepCounts {
+    pub decode_sequences: u64,
+    pub prefill_sequences: u64,
+    pub decode_tokens: u64,
+    pub prefill_tokens: u64,
+    /// Rows that go through the head.
+    pub rows: u64,
+    /// Times a sequence's state crosses the memory bus: a read and a write, or the write alone where a sequence starts.
+    pub state_moves: u64,
+    /// Tokens in the caches of all sequences before the step.
+    pub context_tokens: u64,
+    /// (query, key) pairs of attention.
+    pub decode_pairs: u64,
+    pub prefill_pairs: u64,
+}
+
+impl StepCounts {
+    pub fn new(shapes: &[SequenceShape]) -> Self {
+        let mut counts = Self::default();
+        for shape in shapes {
+            let new = shape.new_tokens as u64;
+            let context = shape.context_tokens as u64;
+            let pairs = new * context + new * (new + 1) / 2;
+            if shape.decode {
+                counts.decode_sequences += 1;
+                counts.decode_tokens += new;
+                counts.decode_pairs += pairs;
+            } else {
+                counts.prefill_sequences += 1;
+                counts.prefill_tokens += new;
+                counts.prefill_pairs += pairs;
+            }
+            counts.rows += shape.sampled_rows as u64;
+            // A sequence's first chunk starts from zero: nothing to read.
+            counts.state_moves += if context == 0 { 1 } else { 2 };
+            counts.context_tokens += context;
+        }
+        counts
+    }
+}
+
 /// Counts of a model that do not depend on the step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CostModel {
@@ -194,38 +237,28 @@ impl CostModel {
 
     /// What a step of these sequences moves and computes. Nothing at all for an empty step.
     pub fn phases(&self, shapes: &[SequenceShape]) -> StepPhases {
-        let mut tokens = 0;
-        let mut rows = 0;
-        let mut state_moves = 0;
-        let mut delta_flops = 0;
-        let mut kv_tokens = 0;
-        let mut pairs = 0;
-        for shape in shapes {
-            let new = shape.new_tokens as u64;
-            let context = shape.context_tokens as u64;
-            tokens += new;
-            rows += shape.sampled_rows as u64;
-            // A sequence's first chunk starts from zero: nothing to read.
-            state_moves += if context == 0 { 1 } else { 2 };
-            let per_token =
-                if shape.decode { self.recurrent_flops_per_token } else { self.chunked_flops_per_token };
-            delta_flops += new * per_token;
-            kv_tokens += context + new;
-            pairs += new * context + new * (new + 1) / 2;
-        }
+        self.phases_of(&StepCounts::new(shapes))
+    }
+
+    pub fn phases_of(&self, counts: &StepCounts) -> StepPhases {
+        let tokens = counts.decode_tokens + counts.prefill_tokens;
         if tokens == 0 {
             return StepPhases::default();
         }
-        let head_bytes = if rows > 0 { self.head_weight_bytes } else { 0 };
+        let head_bytes = if counts.rows > 0 { self.head_weight_bytes } else { 0 };
         StepPhases {
             weights: Phase {
                 bytes: self.layer_weight_bytes + head_bytes,
-                flops: tokens * self.layer_flops_per_token + rows * self.head_flops_per_row,
+                flops: tokens * self.layer_flops_per_token + counts.rows * self.head_flops_per_row,
             },
-            state: Phase { bytes: state_moves * self.state_bytes_per_sequence, flops: delta_flops },
+            state: Phase {
+                bytes: counts.state_moves * self.state_bytes_per_sequence,
+                flops: counts.decode_tokens * self.recurrent_flops_per_token
+                    + counts.prefill_tokens * self.chunked_flops_per_token,
+            },
             attention: Phase {
-                bytes: kv_tokens * self.kv_bytes_per_token,
-                flops: pairs * self.attention_flops_per_pair,
+                bytes: (counts.context_tokens + tokens) * self.kv_bytes_per_token,
+                flops: (counts.decode_pairs + counts.prefill_pairs) * self.attention_flops_per_pair,
             },
             activation_bytes: tokens * self.activation_bytes_per_token,
         }

@@ -4,6 +4,7 @@
 //! The only place in the crate with `unsafe`, SIMD or CUDA.
 
 pub mod cuda;
+pub mod sim;
 
 use serde::{Deserialize, Serialize};
 
@@ -76,6 +77,15 @@ pub trait Device: Send {
     /// Steps in flight that `async_scheduling` defaults to here.
     fn default_async_scheduling(&self) -> usize {
         1
+    }
+
+    /// Sets knobs that were left open and that this rig fixes (a simulated rig's pool), before a plan is made.
+    fn configure(&self, _layout: &ModelLayout, _config: &mut EngineConfig) {}
+
+    /// Seconds from a request's arrival until the engine has it, and the least gap between two that come in
+    /// together: the client and the server in front of a simulated rig. Zero for the embedded engine.
+    fn submission_delay_s(&self) -> (f64, f64) {
+        (0.0, 0.0)
     }
 
     /// Puts the weights into the device's memory, tensor by tensor. Bytes needed are known before
