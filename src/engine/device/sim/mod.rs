@@ -5,6 +5,7 @@
 //! `sim:series` the series' own rig. Any figure may be set after a second colon: `sim:h100:gb_per_s=6700,gb=160`.
 
 pub mod cost;
+pub mod fixed;
 mod noise;
 pub mod series;
 mod session;

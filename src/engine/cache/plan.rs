@@ -1,0 +1,276 @@
+//! Divides a device's memory into weights, working space and the two kinds of cache, before anything is loaded.
+//!
+//! budget = memory x `gpu_memory_utilization`, and no more than is free; pools = budget - weights - working space.
+//! Pools never grow beyond what `max_num_seqs` of the longest requests can use, so a big machine is not filled for
+//! nothing. A simulated device allocates nothing, so there the unified pool is one pool, as in vLLM; a real device
+//! keeps KV blocks and state slots apart, and both must fit.
+
+use super::shape::CacheShape;
+use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, Speculation};
+use crate::engine::device::CachePlan;
+use crate::engine::model::layout::ModelLayout;
+use crate::{Error, Result};
+
+/// Plans the pools of a device that allocates them.
+///
+/// `free_bytes` is what is free before the weights are loaded, `total_bytes` all the memory; `default_dtypes` are what
+/// `auto` stands for (KV, state); `longest_request_tokens` is prompt plus output of the longest request, if known.
+///
+/// # Errors
+/// [`Error::Invalid`] with the numbers when the memory cannot hold the weights and one longest request.
+pub fn plan_cache(
+    layout: &ModelLayout,
+    config: &EngineConfig,
+    free_bytes: u64,
+    total_bytes: u64,
+    default_dtypes: (CacheDtype, CacheDtype),
+    longest_request_tokens: Option<usize>,
+) -> Result<CachePlan> {
+    Planner::new(layout, config, default_dtypes, longest_request_tokens)?.plan(free_bytes, total_bytes, true)
+}
+
+/// Plans the pools of a simulated device: the same, but in the unified layout states live inside the pool and take no
+/// memory beside it.
+///
+/// # Errors
+/// As [`plan_cache`].
+pub fn plan_simulated_cache(
+    layout: &ModelLayout,
+    config: &EngineConfig,
+    free_bytes: u64,
+    total_bytes: u64,
+    default_dtypes: (CacheDtype, CacheDtype),
+    longest_request_tokens: Option<usize>,
+) -> Result<CachePlan> {
+    Planner::new(layout, config, default_dtypes, longest_request_tokens)?.plan(free_bytes, total_bytes, false)
+}
+
+/// Bytes a device needs beside weights and caches: the layer inputs and outputs of a full step, in f32, and the logits
+/// of every sequence.
+pub fn workspace_bytes(layout: &ModelLayout, config: &EngineConfig) -> u64 {
+    let spec = &layout.spec;
+    let widest_mixer =
+        layout.linears.iter().filter(|(linear, _)| linear.layer == Some(0)).map(|(linear, _)| linear.rows);
+    let widths = 4 * spec.hidden_size + 2 * spec.intermediate_size + widest_mixer.sum::<usize>();
+    let drafts = drafts(config);
+    let tokens = config.max_num_batched_tokens.max(config.max_num_seqs);
+    let rows = config.max_num_seqs.min(config.max_num_batched_tokens) * (1 + drafts);
+    4 * (tokens * widths + rows * spec.vocab_size) as u64
+}
+
+fn drafts(config: &EngineConfig) -> usize {
+    if config.speculation == Speculation::Off { 0 } else { config.speculative_tokens }
+}
+
+struct Planner<'a> {
+    layout: &'a ModelLayout,
+    config: &'a EngineConfig,
+    shape: CacheShape,
+    kv_dtype: CacheDtype,
+    state_dtype: CacheDtype,
+    block_tokens: usize,
+    /// Prompt plus output of the longest request that must fit.
+    longest: usize,
+}
+
+impl<'a> Planner<'a> {
+    fn new(
+        layout: &'a ModelLayout,
+        config: &'a EngineConfig,
+        default_dtypes: (CacheDtype, CacheDtype),
+        longest_request_tokens: Option<usize>,
+    ) -> Result<Self> {
+        config.validate()?;
+        let longest = longest_request_tokens.unwrap_or(config.max_model_len).max(1);
+        if longest > config.max_model_len {
+            return Err(Error::invalid(
+                format!(
+                    "the longest request has {longest} tokens, max_model_len is {}",
+                    config.max_model_len
+                ),
+                format!("set max_model_len={longest} or more, or shorten the requests"),
+            ));
+        }
+        if config.max_model_len > layout.spec.max_position {
+            return Err(Error::invalid(
+                format!(
+                    "max_model_len = {}, but {} has positions up to {} (max_position_embeddings)",
+                    config.max_model_len, layout.spec.name, layout.spec.max_position
+                ),
+                format!("set max_model_len={} or less", layout.spec.max_position),
+            ));
+        }
+        let resolve = |dtype, default| if dtype == CacheDtype::Auto { default } else { dtype };
+        let kv_dtype = resolve(config.kv_dtype, default_dtypes.0);
+        let state_dtype = resolve(config.state_dtype, default_dtypes.1);
+        let shape = CacheShape::new(&layout.spec, kv_dtype, state_dtype, drafts(config));
+        let block_tokens = match config.kv_layout {
+            KvLayout::Split => config.kv_block_tokens,
+            KvLayout::Unified => shape.unified_block_tokens(config.kv_block_tokens),
+        };
+        Ok(Self { layout, config, shape, kv_dtype, state_dtype, block_tokens, longest })
+    }
+
+    fn plan(&self, free_bytes: u64, total_bytes: u64, allocates: bool) -> Result<CachePlan> {
+        let pool_bytes = self.pool_bytes(free_bytes, total_bytes)?;
+        let (kv_blocks, state_slots) = match self.config.kv_layout {
+            KvLayout::Split => self.split(pool_bytes)?,
+            KvLayout::Unified => self.unified(pool_bytes, allocates)?,
+        };
+        Ok(CachePlan {
+            layout: self.config.kv_layout,
+            block_tokens: self.block_tokens,
+            kv_blocks,
+            state_slots,
+            kv_dtype: self.kv_dtype,
+            state_dtype: self.state_dtype,
+            max_model_len: self.config.max_model_len,
+            max_num_seqs: self.config.max_num_seqs,
+            max_num_batched_tokens: self.config.max_num_batched_tokens,
+            max_drafts: self.shape.drafts,
+        })
+    }
+
+    /// Memory left for caches.
+    fn pool_bytes(&self, free_bytes: u64, total_bytes: u64) -> Result<u64> {
+        let config = self.config;
+        if let Some(pretended) = config.gpu_memory.filter(|&pretended| pretended > total_bytes) {
+            return Err(Error::invalid(
+                format!("gpu_memory = {pretended} bytes, but the device has {total_bytes}"),
+                "gpu_memory can only make a device look smaller",
+            ));
+        }
+        let memory = config.gpu_memory.unwrap_or(total_bytes);
+        let budget = ((memory as f64 * config.gpu_memory_utilization) as u64).min(free_bytes);
+        let weights = self.layout.weight_bytes();
+        let workspace = workspace_bytes(self.layout, config);
+        budget.checked_sub(weights + workspace).ok_or_else(|| {
+            Error::invalid(
+                format!(
+                    "{} does not fit: weights {} and working space {} are more than the {} that may be used \
+                     (gpu_memory_utilization {} of {}, {} free)",
+                    self.layout.spec.name,
+                    gib(weights),
+                    gib(workspace),
+                    gib(budget),
+                    config.gpu_memory_utilization,
+                    gib(memory),
+                    gib(free_bytes)
+                ),
+                "choose a smaller or quantised model, lower max_num_batched_tokens, or raise gpu_memory_utilization",
+            )
+        })
+    }
+
+    /// KV blocks that `max_num_seqs` longest requests hold; twice as many where prefixes stay behind.
+    fn most_useful_blocks(&self) -> u64 {
+        let kept = if self.config.prefix_caching { 2 } else { 1 };
+        kept * self.config.max_num_seqs as u64 * self.longest.div_ceil(self.block_tokens) as u64
+    }
+
+    fn split(&self, pool_bytes: u64) -> Result<(usize, usize)> {
+        let config = self.config;
+        let block_bytes = self.shape.block_bytes(self.block_tokens);
+        let request_blocks = self.longest.div_ceil(self.block_tokens) as u64;
+        let state_bytes = self.shape.state_bytes();
+        let seat_bytes = state_bytes + request_blocks * block_bytes;
+        let slots = if self.shape.is_hybrid() {
+            let seats = match config.kv_blocks {
+                // The blocks are settled; the rest of the memory is for states.
+                Some(blocks) => pool_bytes.saturating_sub(blocks as u64 * block_bytes) / state_bytes.max(1),
+                None => pool_bytes / seat_bytes.max(1),
+            };
+            config.state_slots.map_or(seats.min(config.max_num_seqs as u64), |slots| slots as u64)
+        } else {
+            0
+        };
+        let left = pool_bytes.checked_sub(slots * state_bytes);
+        let blocks = match (config.kv_blocks, left) {
+            (Some(blocks), _) => blocks as u64,
+            (None, Some(left)) => (left / block_bytes.max(1)).min(self.most_useful_blocks()),
+            (None, None) => 0,
+        };
+        let needed = slots * state_bytes + blocks * block_bytes;
+        let no_seat = self.shape.is_hybrid() && slots == 0;
+        if needed > pool_bytes || no_seat || (blocks < request_blocks && config.kv_blocks.is_none()) {
+            let asked = if no_seat || config.kv_blocks.is_none() { seat_bytes.max(needed) } else { needed };
+            return Err(self.too_small(asked, pool_bytes));
+        }
+        self.check_blocks(blocks, request_blocks)?;
+        Ok((blocks as usize, slots as usize))
+    }
+
+    fn unified(&self, pool_bytes: u64, allocates: bool) -> Result<(usize, usize)> {
+        let config = self.config;
+        let block_bytes = self.shape.block_bytes(self.block_tokens).max(1);
+        let state_blocks = self.shape.unified_state_blocks();
+        let request_blocks = self.shape.unified_request_blocks(self.longest, self.block_tokens) as u64;
+        // Every live request holds its state blocks and at least one attention block.
+        let slots = |blocks: u64| {
+            let seats = blocks.saturating_sub(1) / (1 + state_blocks) as u64;
+            if self.shape.is_hybrid() { seats.min(config.max_num_seqs as u64) } else { 0 }
+        };
+        let bytes = |blocks: u64| {
+            blocks * block_bytes + if allocates { slots(blocks) * self.shape.state_bytes() } else { 0 }
+        };
+        let blocks = match config.kv_blocks {
+            Some(blocks) => blocks as u64,
+            None => {
+                let useful = 1 + self.most_useful_blocks() + (config.max_num_seqs * state_blocks) as u64;
+                largest(pool_bytes / block_bytes, |blocks| bytes(blocks) <= pool_bytes).min(useful)
+            }
+        };
+        if bytes(blocks) > pool_bytes || (config.kv_blocks.is_none() && blocks <= request_blocks) {
+            return Err(self.too_small(bytes(blocks.max(1 + request_blocks)), pool_bytes));
+        }
+        self.check_blocks(blocks.saturating_sub(1), request_blocks)?;
+        Ok((blocks as usize, slots(blocks) as usize))
+    }
+
+    fn check_blocks(&self, usable: u64, request_blocks: u64) -> Result<()> {
+        if usable >= request_blocks {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            format!(
+                "kv_blocks: {usable} usable blocks of {} tokens cannot hold one request of {} tokens, which takes \
+                 {request_blocks}",
+                self.block_tokens, self.longest
+            ),
+            "raise kv_blocks, or lower max_model_len to the longest request you will send",
+        ))
+    }
+
+    fn too_small(&self, needed_bytes: u64, pool_bytes: u64) -> Error {
+        Error::invalid(
+            format!(
+                "the caches need {} and {} are left beside the weights of {} ({}): a sequence of {} tokens takes {} of \
+                 KV and {} of recurrent state",
+                gib(needed_bytes),
+                gib(pool_bytes),
+                self.layout.spec.name,
+                gib(self.layout.weight_bytes()),
+                self.longest,
+                gib(self.longest as u64 * self.shape.kv_token_bytes()),
+                gib(self.shape.state_bytes())
+            ),
+            "lower max_num_seqs, max_model_len, kv_blocks or state_slots, or use 16-bit kv_dtype and state_dtype",
+        )
+    }
+}
+
+/// The largest count up to `most` for which `fits` holds; `fits` must hold up to some count and fail above it.
+fn largest(most: u64, fits: impl Fn(u64) -> bool) -> u64 {
+    let (mut low, mut high) = (0, most);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) { low = middle } else { high = middle - 1 }
+    }
+    low
+}
+
+fn gib(bytes: u64) -> String {
+    const MIB: f64 = 1024.0 * 1024.0;
+    let mib = bytes as f64 / MIB;
+    if mib < 1024.0 { format!("{mib:.1} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
+}
