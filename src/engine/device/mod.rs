@@ -4,6 +4,7 @@
 //! The only place in the crate with `unsafe`, SIMD or CUDA.
 
 pub mod cuda;
+pub mod mapped_file;
 pub mod sim;
 
 use serde::{Deserialize, Serialize};

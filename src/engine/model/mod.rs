@@ -4,12 +4,23 @@
 //! [`open`] turns what `--model` names ([`ModelRef`]) into an [`OpenedModel`], validated to the last tensor before
 //! anything is loaded; [`synthetic_layout`] gives the shape of a built-in preset without any weights.
 
+mod checkpoint;
+mod config_file;
+mod convention;
+pub mod dequant;
+pub mod finite;
+mod folder;
+mod json;
 pub mod layout;
 mod open;
+mod packed;
 pub mod presets;
+mod quantization;
 mod reference;
+mod safetensors_file;
 pub mod spec;
 pub mod synthetic;
+mod vocabulary;
 pub mod weights;
 
 pub use open::{Component, GenerationDefaults, OpenOptions, OpenedModel, Skipped, open};

@@ -1,9 +1,10 @@
 //! Opening a model: everything about it is known and checked here, before a device allocates a byte.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::folder;
 use super::layout::ModelLayout;
 use super::presets::synthetic_layout;
 use super::reference::ModelRef;
@@ -50,6 +51,8 @@ pub struct Skipped {
     pub vision: Component,
     /// The multi-token-prediction head.
     pub mtp: Component,
+    /// Copies and tables that follow from the rest.
+    pub other: Component,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -77,12 +80,15 @@ pub fn open(reference: &ModelRef, options: &OpenOptions) -> Result<OpenedModel> 
                 folder: None,
             })
         }
-        ModelRef::Folder(folder) => Err(Error::invalid(
-            format!("{}: checkpoint folders cannot be read yet", folder.display()),
-            "use a synthetic model",
-        )),
+        ModelRef::Folder(path) => folder::open(path, &folder_name(path)),
         ModelRef::Hub { repo, .. } => {
             Err(Error::invalid(format!("{repo}: hub models cannot be read yet"), "use a synthetic model"))
         }
     }
+}
+
+/// The last part of a path, whatever way it was written.
+fn folder_name(path: &Path) -> String {
+    let full = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    full.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
 }

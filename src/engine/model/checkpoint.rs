@@ -1,0 +1,501 @@
+//! The weight files of a folder: one `.safetensors` file or several with an index, mapped into memory, every tensor
+//! matched by name, type and shape against the model's shape before anything is loaded.
+//!
+//! Names are canonical inside: the prefix `model.language_model.`, `language_model.model.` or `model.` is gone.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::finite;
+use super::json;
+use super::layout::WeightFormat;
+use super::open::{Component, Skipped};
+use super::packed::{self, Packing};
+use super::quantization::Scheme;
+use super::safetensors_file::{Dtype, TensorEntry, read_header, split_header};
+use super::spec::{Linear, ModelSpec, Role};
+use super::weights::{MatrixData, Weights};
+use crate::engine::device::mapped_file::MappedFile;
+use crate::{Error, Result};
+
+/// Prefixes of the text model's tensors; the first that matches is taken off.
+const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "language_model.", "model."];
+
+/// Names listed in a message before it ends with a count.
+const MOST_NAMED: usize = 5;
+
+/// All tensors of a folder, by canonical name.
+pub struct TensorFiles {
+    files: Vec<(PathBuf, MappedFile)>,
+    tensors: BTreeMap<String, Stored>,
+    pub skipped: Skipped,
+    /// SHA-256 of the headers and sizes of all files.
+    pub header_hash: [u8; 32],
+}
+
+/// A tensor and the file it is in.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    file: usize,
+    pub entry: TensorEntry,
+}
+
+impl TensorFiles {
+    /// Maps the files of `folder` and reads their headers.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let mut hash = Sha256::new();
+        let (mut files, mut all) = (Vec::new(), Vec::new());
+        for path in weight_files(folder)? {
+            let map = MappedFile::open(&path)?;
+            let shown = path.display().to_string();
+            let (header, _) = split_header(&shown, map.bytes())?;
+            hash.update((map.bytes().len() as u64).to_le_bytes());
+            hash.update(header);
+            all.push(read_header(&shown, map.bytes())?);
+            files.push((path, map));
+        }
+        let mut this = Self {
+            files,
+            tensors: BTreeMap::new(),
+            skipped: Skipped::default(),
+            header_hash: hash.finalize().into(),
+        };
+        for (file, entries) in all.into_iter().enumerate() {
+            for entry in entries {
+                this.add(file, entry)?;
+            }
+        }
+        this.check_index(folder)?;
+        Ok(this)
+    }
+
+    fn add(&mut self, file: usize, entry: TensorEntry) -> Result<()> {
+        let name = canonical(&entry.name);
+        let component = match name {
+            _ if name.starts_with("visual.") || name.starts_with("vision_tower.") => &mut self.skipped.vision,
+            _ if name.starts_with("mtp.") => &mut self.skipped.mtp,
+            // Tables that old exports carry and that follow from the configuration.
+            _ if name.ends_with(".rotary_emb.inv_freq") => &mut self.skipped.other,
+            _ => {
+                let name = name.to_string();
+                if let Some(first) = self.tensors.get(&name) {
+                    return Err(Error::invalid(
+                        format!(
+                            "tensor `{}` of {} is also in {} as `{}`",
+                            entry.name,
+                            self.files[file].0.display(),
+                            self.files[first.file].0.display(),
+                            first.entry.name
+                        ),
+                        "keep one of the two files",
+                    ));
+                }
+                self.tensors.insert(name, Stored { file, entry });
+                return Ok(());
+            }
+        };
+        component.add(&entry);
+        Ok(())
+    }
+
+    /// Every tensor of the index must be in the file that the index says.
+    fn check_index(&self, folder: &Path) -> Result<()> {
+        let path = folder.join(INDEX);
+        if !path.exists() {
+            return Ok(());
+        }
+        for (name, file) in read_index(&path)? {
+            let Some(stored) = self.tensors.get(canonical(&name)) else { continue };
+            let found = self.files[stored.file].0.file_name().unwrap_or_default();
+            if found != file.as_str() {
+                return Err(Error::invalid(
+                    format!("{}: `{name}` should be in {file} but is in {}", path.display(), found.display()),
+                    "the index and the files are of different versions: fetch them again",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Stored> {
+        self.tensors.get(name)
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub fn bytes(&self, stored: &Stored) -> &[u8] {
+        &self.files[stored.file].1.bytes()[stored.entry.range.clone()]
+    }
+
+    /// `model.safetensors: tensor `model.layers.0...``.
+    pub fn place(&self, stored: &Stored) -> String {
+        format!("{}: tensor `{}`", self.files[stored.file].0.display(), stored.entry.name)
+    }
+
+    /// The error for a tensor that is not as it should be.
+    pub fn wrong(
+        &self,
+        stored: &Stored,
+        found: impl std::fmt::Display,
+        expected: impl std::fmt::Display,
+    ) -> Error {
+        Error::invalid(
+            format!("{} has {found}, expected {expected}", self.place(stored)),
+            "config.json and the weights may be of different models: fetch both again",
+        )
+    }
+
+    fn first_path(&self) -> String {
+        self.files.first().map(|(path, _)| path.display().to_string()).unwrap_or_default()
+    }
+}
+
+impl Component {
+    fn add(&mut self, entry: &TensorEntry) {
+        self.tensors += 1;
+        self.parameters += entry.elements();
+        self.bytes += entry.range.len() as u64;
+    }
+}
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The weight files of a folder: those of the index, or the one there is.
+fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let index = folder.join(INDEX);
+    if index.exists() {
+        let mut names: Vec<String> = read_index(&index)?.into_iter().map(|(_, file)| file).collect();
+        names.sort();
+        names.dedup();
+        let missing: Vec<&str> =
+            names.iter().map(String::as_str).filter(|name| !folder.join(name).exists()).collect();
+        if !missing.is_empty() {
+            return Err(Error::invalid(
+                format!("{}: files of the index are missing: {}", index.display(), some_of(&missing)),
+                "fetch the whole repository again",
+            ));
+        }
+        return Ok(names.into_iter().map(|name| folder.join(name)).collect());
+    }
+    let single = folder.join(SINGLE);
+    if single.exists() {
+        return Ok(vec![single]);
+    }
+    let entries = std::fs::read_dir(folder).map_err(|error| Error::read(folder, &error))?;
+    let mut names: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    names.sort();
+    let with = |extension: &str| {
+        names.iter().filter(|path| path.extension().is_some_and(|e| e == extension)).count()
+    };
+    if with("safetensors") == 1 {
+        names.retain(|path| path.extension().is_some_and(|e| e == "safetensors"));
+        return Ok(names);
+    }
+    let hint = if with("safetensors") > 1 {
+        "several .safetensors files need model.safetensors.index.json to say what is where"
+    } else if with("gguf") > 0 {
+        "GGUF files are not read: give the model's safetensors version"
+    } else if with("bin") + with("pth") > 0 {
+        "PyTorch files are not read: give the model's safetensors version"
+    } else {
+        "give a folder that holds config.json and model.safetensors"
+    };
+    Err(Error::invalid(format!("{}: there is no {SINGLE}", folder.display()), hint))
+}
+
+/// (tensor name, file name) pairs of an index. File names must be plain, so that no path leads out of the folder.
+fn read_index(path: &Path) -> Result<Vec<(String, String)>> {
+    let shown = path.display().to_string();
+    let root = json::parse_object(&shown, &json::read_file(path)?)?;
+    let object = json::Object::new(&shown, "", &root);
+    let Some(Value::Object(map)) = object.get("weight_map") else {
+        return Err(object.missing("weight_map", "an object of tensor names and file names"));
+    };
+    map.iter()
+        .map(|(name, file)| match file.as_str() {
+            Some(file) if is_plain_name(file) => Ok((name.clone(), file.to_string())),
+            _ => Err(Error::invalid(
+                format!(
+                    "{shown}: `weight_map.{name}` is {file}, expected the name of a file in the same folder"
+                ),
+                "the index may be damaged: fetch it again",
+            )),
+        })
+        .collect()
+}
+
+fn is_plain_name(name: &str) -> bool {
+    name.ends_with(".safetensors") && Path::new(name).components().count() == 1 && !name.contains(['/', '\\'])
+}
+
+/// A name without the text model's prefix.
+pub fn canonical(name: &str) -> &str {
+    PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
+}
+
+fn some_of(names: &[&str]) -> String {
+    let shown = names.iter().take(MOST_NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(MOST_NAMED) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+/// A folder's weights, matched with a model's shape.
+pub struct Checkpoint {
+    files: TensorFiles,
+    linears: HashMap<Linear, Matrix>,
+    embedding: Matrix,
+}
+
+/// Where a matrix is and how it is stored.
+#[derive(Debug, Clone)]
+enum Matrix {
+    Dense { tensor: Stored, format: WeightFormat },
+    Packed(Packing),
+}
+
+impl Matrix {
+    fn format(&self) -> WeightFormat {
+        match self {
+            Self::Dense { format, .. } => *format,
+            Self::Packed(packing) => packing.format(),
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Matches every tensor against `spec`; nothing may be missing, left over or of another shape.
+    pub fn new(files: TensorFiles, spec: &ModelSpec, scheme: &Scheme) -> Result<Self> {
+        let mut used = Vec::new();
+        let mut missing = Vec::new();
+        let mut linears = HashMap::new();
+        for linear in spec.linears() {
+            if linear.role == Role::Head && spec.tied_head {
+                continue;
+            }
+            match matrix(&files, &linear.name(), linear.rows, linear.cols, scheme, &mut used)? {
+                Some(matrix) => {
+                    linears.insert(linear, matrix);
+                }
+                None => missing.push(format!("{}.weight", linear.name())),
+            }
+        }
+        let embedding =
+            matrix(&files, "embed_tokens", spec.vocab_size, spec.hidden_size, &Scheme::None, &mut used)?;
+        if embedding.is_none() {
+            missing.push("embed_tokens.weight".to_string());
+        }
+        for (name, shape) in vectors(spec) {
+            match files.get(&name) {
+                Some(stored) => check_vector(&files, stored, &shape)?,
+                None => missing.push(name.clone()),
+            }
+            used.push(name);
+        }
+        let (Some(embedding), true) = (embedding, missing.is_empty()) else {
+            let names: Vec<&str> = missing.iter().map(String::as_str).collect();
+            return Err(Error::invalid(
+                format!("{}: {} tensors are missing: {}", files.first_path(), names.len(), some_of(&names)),
+                "config.json and the weights may be of different models, or files are missing: fetch them again",
+            ));
+        };
+        let mut checkpoint = Self { files, linears, embedding };
+        checkpoint.refuse_left_over(&used, spec)?;
+        Ok(checkpoint)
+    }
+
+    fn refuse_left_over(&mut self, used: &[String], spec: &ModelSpec) -> Result<()> {
+        let used: std::collections::HashSet<&str> = used.iter().map(String::as_str).collect();
+        let mut left: Vec<&str> = self.files.names().filter(|name| !used.contains(name)).collect();
+        if spec.tied_head {
+            // A copy of the embedding that some exports carry.
+            let copies: Vec<TensorEntry> =
+                self.files.get("lm_head.weight").into_iter().map(|stored| stored.entry.clone()).collect();
+            left.retain(|name| *name != "lm_head.weight");
+            if !left.is_empty() {
+                return Err(self.unexpected(&left));
+            }
+            copies.iter().for_each(|entry| self.files.skipped.other.add(entry));
+            return Ok(());
+        }
+        if left.is_empty() { Ok(()) } else { Err(self.unexpected(&left)) }
+    }
+
+    fn unexpected(&self, names: &[&str]) -> Error {
+        Error::invalid(
+            format!(
+                "{}: {} tensors have no place in this architecture: {}",
+                self.files.first_path(),
+                names.len(),
+                some_of(names)
+            ),
+            "the model computes something that this engine does not: choose another checkpoint",
+        )
+    }
+
+    /// The format of each linear module; a tied head has the embedding's.
+    pub fn formats(&self, spec: &ModelSpec) -> Vec<(Linear, WeightFormat)> {
+        let format = |linear: &Linear| self.linears.get(linear).unwrap_or(&self.embedding).format();
+        spec.linears().into_iter().map(|linear| (linear, format(&linear))).collect()
+    }
+
+    pub fn embedding_format(&self) -> WeightFormat {
+        self.embedding.format()
+    }
+
+    pub fn files(&self) -> &TensorFiles {
+        &self.files
+    }
+
+    fn data(&self, matrix: &Matrix) -> MatrixData<'_> {
+        match matrix {
+            Matrix::Dense { tensor, format } => {
+                MatrixData::Dense { format: *format, bytes: self.files.bytes(tensor) }
+            }
+            Matrix::Packed(packing) => packing.data(&self.files),
+        }
+    }
+}
+
+impl Weights for Checkpoint {
+    fn linear(&self, linear: &Linear) -> Result<MatrixData<'_>> {
+        match self.linears.get(linear) {
+            Some(matrix) => Ok(self.data(matrix)),
+            None if linear.role == Role::Head => self.embedding(),
+            None => Err(unknown(&linear.name())),
+        }
+    }
+
+    fn embedding(&self) -> Result<MatrixData<'_>> {
+        Ok(self.data(&self.embedding))
+    }
+
+    fn vector(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
+        let stored = self.files.get(name).ok_or_else(|| unknown(name))?;
+        if stored.entry.elements() != elements as u64 {
+            return Err(self.files.wrong(
+                stored,
+                format!("shape {:?}", stored.entry.shape),
+                format!("{elements} values"),
+            ));
+        }
+        widen(&self.files, stored)
+    }
+}
+
+fn unknown(name: &str) -> Error {
+    Error::failed(
+        format!("`{name}` is not a tensor of this model"),
+        "this is a fault of the program: please report it",
+    )
+}
+
+/// The matrix of module `name`, dense or packed. `None` if the file has neither.
+fn matrix(
+    files: &TensorFiles,
+    name: &str,
+    rows: usize,
+    cols: usize,
+    scheme: &Scheme,
+    used: &mut Vec<String>,
+) -> Result<Option<Matrix>> {
+    let dense = format!("{name}.weight");
+    let packed = packed::find(files, name, rows, cols, scheme, used)?;
+    let Some(stored) = files.get(&dense) else { return Ok(packed.map(Matrix::Packed)) };
+    if packed.is_some() {
+        return Err(Error::invalid(
+            format!("{}: module `{name}` has both a packed and a plain tensor", files.place(stored)),
+            "the checkpoint was put together from two: fetch it again",
+        ));
+    }
+    used.push(dense);
+    if stored.entry.shape != [rows, cols] {
+        return Err(files.wrong(
+            stored,
+            format!("shape {:?}", stored.entry.shape),
+            format!("[{rows}, {cols}]"),
+        ));
+    }
+    match stored.entry.dtype.weight_format() {
+        Some(format) => Ok(Some(Matrix::Dense { tensor: stored.clone(), format })),
+        None => Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32")),
+    }
+}
+
+/// Name and shape of every tensor that is no matrix.
+pub fn vectors(spec: &ModelSpec) -> Vec<(String, Vec<usize>)> {
+    let mut all = vec![("norm.weight".to_string(), vec![spec.hidden_size])];
+    let attention = &spec.attention;
+    for (layer, mixer) in spec.layers.iter().enumerate() {
+        let mut push =
+            |name: &str, shape: &[usize]| all.push((format!("layers.{layer}.{name}"), shape.to_vec()));
+        push("input_layernorm.weight", &[spec.hidden_size]);
+        push("post_attention_layernorm.weight", &[spec.hidden_size]);
+        match (mixer, &spec.delta_net) {
+            (super::spec::Mixer::DeltaNet, Some(delta)) => {
+                push("linear_attn.conv1d.weight", &[delta.conv_channels(), 1, delta.conv_width]);
+                push("linear_attn.A_log", &[delta.value_heads]);
+                push("linear_attn.dt_bias", &[delta.value_heads]);
+                push("linear_attn.norm.weight", &[delta.value_dim]);
+            }
+            _ => {
+                if attention.qk_norm {
+                    push("self_attn.q_norm.weight", &[attention.head_dim]);
+                    push("self_attn.k_norm.weight", &[attention.head_dim]);
+                }
+                if attention.qkv_bias {
+                    push("self_attn.q_proj.bias", &[attention.heads * attention.head_dim]);
+                    push("self_attn.k_proj.bias", &[attention.kv_heads * attention.head_dim]);
+                    push("self_attn.v_proj.bias", &[attention.kv_heads * attention.head_dim]);
+                }
+            }
+        }
+    }
+    all
+}
+
+fn check_vector(files: &TensorFiles, stored: &Stored, shape: &[usize]) -> Result<()> {
+    if stored.entry.shape != shape {
+        let error = files.wrong(stored, format!("shape {:?}", stored.entry.shape), format!("{shape:?}"));
+        let Error::Invalid { fact, hint } = error else { return Err(error) };
+        // GGUF squeezes the convolution, MLX puts its taps in the middle.
+        let converted = shape.len() == 3 && stored.entry.elements() == shape.iter().product::<usize>() as u64;
+        let hint = if converted {
+            "the weights were converted for another engine (GGUF, MLX): use the published checkpoint"
+                .to_string()
+        } else {
+            hint
+        };
+        return Err(Error::Invalid { fact, hint });
+    }
+    if stored.entry.dtype.weight_format().is_none() {
+        return Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32"));
+    }
+    Ok(())
+}
+
+/// All elements as f32, which must be finite.
+pub fn widen(files: &TensorFiles, stored: &Stored) -> Result<Vec<f32>> {
+    let bytes = files.bytes(stored);
+    let values: Vec<f32> = match stored.entry.dtype {
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        Dtype::F16 => {
+            bytes.as_chunks::<2>().0.iter().map(|&b| half::f16::from_le_bytes(b).to_f32()).collect()
+        }
+        Dtype::Bf16 => {
+            bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect()
+        }
+        _ => return Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32")),
+    };
+    match values.iter().position(|value| !value.is_finite()) {
+        Some(index) => Err(finite::not_finite(&stored.entry.name, index).context(files.place(stored))),
+        None => Ok(values),
+    }
+}
