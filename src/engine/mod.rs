@@ -19,6 +19,7 @@ pub mod sampling;
 mod scheduler;
 pub mod speculate;
 pub mod step_report;
+pub mod tokenizer;
 
 use std::collections::VecDeque;
 

@@ -274,3 +274,157 @@ fn gib(bytes: u64) -> String {
     let mib = bytes as f64 / MIB;
     if mib < 1024.0 { format!("{mib:.1} MiB") } else { format!("{:.2} GiB", mib / 1024.0) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::synthetic_layout;
+
+    const GIB: u64 = 1 << 30;
+    const F16_F32: (CacheDtype, CacheDtype) = (CacheDtype::F16, CacheDtype::F32);
+
+    fn plan(preset: &str, config: &EngineConfig, memory: u64, longest: Option<usize>) -> Result<CachePlan> {
+        plan_cache(&synthetic_layout(preset).unwrap(), config, memory, memory, F16_F32, longest)
+    }
+
+    fn needed_bytes(preset: &str, config: &EngineConfig, plan: &CachePlan) -> u64 {
+        let layout = synthetic_layout(preset).unwrap();
+        let shape = CacheShape::new(&layout.spec, plan.kv_dtype, plan.state_dtype, plan.max_drafts);
+        layout.weight_bytes()
+            + workspace_bytes(&layout, config)
+            + plan.kv_blocks as u64 * shape.block_bytes(plan.block_tokens)
+            + plan.state_slots as u64 * shape.state_bytes()
+    }
+
+    #[test]
+    fn split_seats_as_many_of_the_expected_length_as_memory_holds() {
+        let config = EngineConfig::default();
+        let long = plan("qwen3.5-4b", &config, 22 * GIB, None).unwrap();
+        let short = plan("qwen3.5-4b", &config, 22 * GIB, Some(384)).unwrap();
+        // A state is as much as 1,536 tokens of KV, so short requests nearly double the seats.
+        assert!(long.state_slots < short.state_slots && short.state_slots < 256, "{long:?} {short:?}");
+        for (plan, tokens) in [(&long, 2048), (&short, 384)] {
+            assert!(plan.kv_blocks >= plan.state_slots * tokens / 16, "every seat has its blocks: {plan:?}");
+            let needed = needed_bytes("qwen3.5-4b", &config, plan);
+            let budget = (22.0 * GIB as f64 * 0.9) as u64;
+            assert!(needed <= budget && needed + GIB / 8 > budget, "{needed} of {budget}");
+        }
+    }
+
+    #[test]
+    fn a_big_machine_is_not_filled_for_nothing() {
+        let config = EngineConfig { max_num_seqs: 16, ..EngineConfig::default() };
+        let huge = plan("demo", &config, 4096 * GIB, Some(96)).unwrap();
+        assert_eq!((huge.kv_blocks, huge.state_slots), (16 * 6, 16));
+        let dense = plan("qwen2.5-7b", &config, 4096 * GIB, None).unwrap();
+        assert_eq!((dense.kv_blocks, dense.state_slots), (16 * 128, 0));
+        let unified = EngineConfig { kv_layout: KvLayout::Unified, ..config };
+        let huge = plan("qwen3.5-4b", &unified, 4096 * GIB, None).unwrap();
+        assert_eq!((huge.kv_blocks, huge.state_slots), (1 + 16 * 7, 16));
+    }
+
+    #[test]
+    fn overrides_are_kept_and_the_rest_follows() {
+        let config = EngineConfig { kv_blocks: Some(500), ..EngineConfig::default() };
+        let planned = plan("qwen3.5-4b", &config, 22 * GIB, None).unwrap();
+        assert_eq!(planned.kv_blocks, 500);
+        assert!(planned.state_slots > 150, "memory not used by blocks is for states: {planned:?}");
+        let config = EngineConfig { state_slots: Some(3), ..EngineConfig::default() };
+        assert_eq!(plan("qwen3.5-4b", &config, 22 * GIB, None).unwrap().state_slots, 3);
+        // Half the pretended memory, and what is free bounds it too.
+        let config = EngineConfig { gpu_memory: Some(22 * GIB), ..EngineConfig::default() };
+        let pretended = plan("qwen3.5-4b", &config, 80 * GIB, None).unwrap();
+        assert_eq!(pretended, plan("qwen3.5-4b", &EngineConfig::default(), 22 * GIB, None).unwrap());
+    }
+
+    #[test]
+    fn unified_blocks_are_one_pool_only_where_nothing_is_allocated() {
+        let config = EngineConfig { kv_layout: KvLayout::Unified, ..EngineConfig::default() };
+        let layout = synthetic_layout("qwen3.5-4b").unwrap();
+        let memory = 22 * GIB;
+        let simulated = plan_simulated_cache(&layout, &config, memory, memory, F16_F32, None).unwrap();
+        let real = plan("qwen3.5-4b", &config, memory, None).unwrap();
+        assert!(real.kv_blocks < simulated.kv_blocks, "{real:?} {simulated:?}");
+        assert!(needed_bytes("qwen3.5-4b", &config, &real) <= (memory as f64 * 0.9) as u64);
+        assert_eq!(simulated.state_slots, 256.min((simulated.kv_blocks - 1) / 4));
+        let seats = EngineConfig { kv_blocks: Some(586), ..config };
+        let planned = plan_simulated_cache(&layout, &seats, memory, memory, F16_F32, None).unwrap();
+        assert_eq!((planned.kv_blocks, planned.state_slots), (586, 146));
+    }
+
+    #[test]
+    fn what_cannot_fit_is_refused_with_the_numbers() {
+        let config = EngineConfig::default();
+        for (error, part) in [
+            (plan("qwen3.5-9b", &config, 16 * GIB, None), "weights 1"),
+            (
+                plan(
+                    "qwen3.5-4b",
+                    &EngineConfig { kv_blocks: Some(100_000), ..config.clone() },
+                    22 * GIB,
+                    None,
+                ),
+                "the caches need",
+            ),
+            (
+                plan(
+                    "qwen3.5-4b",
+                    &EngineConfig { state_slots: Some(4000), ..config.clone() },
+                    22 * GIB,
+                    None,
+                ),
+                "the caches need",
+            ),
+            (
+                plan("qwen3.5-4b", &EngineConfig { kv_blocks: Some(100), ..config.clone() }, 22 * GIB, None),
+                "cannot hold one request of 2048 tokens",
+            ),
+            (
+                plan(
+                    "qwen3.5-4b",
+                    &EngineConfig { gpu_memory: Some(90 * GIB), ..config.clone() },
+                    22 * GIB,
+                    None,
+                ),
+                "gpu_memory",
+            ),
+            (plan("qwen3.5-4b", &config, 22 * GIB, Some(3000)), "max_model_len is 2048"),
+            (
+                plan(
+                    "qwen3.5-4b",
+                    &EngineConfig { max_model_len: 1 << 20, ..config.clone() },
+                    22 * GIB,
+                    None,
+                ),
+                "max_position_embeddings",
+            ),
+            (
+                plan(
+                    "qwen3.5-4b",
+                    &EngineConfig { gpu_memory_utilization: 1.5, ..config.clone() },
+                    22 * GIB,
+                    None,
+                ),
+                "gpu_memory_utilization",
+            ),
+        ] {
+            let error = error.expect_err(part);
+            assert!(error.to_string().contains(part), "{error}");
+            assert_eq!(error.exit_code(), 2);
+            assert!(!error.hint().is_empty());
+        }
+        // Just enough for one long request, and one token too many.
+        let tight = EngineConfig { max_num_seqs: 1, max_model_len: 32_768, ..EngineConfig::default() };
+        let fits = |memory| plan("qwen3.5-4b", &tight, memory, None).is_ok();
+        let least = largest(64 * GIB, |memory| !fits(memory)) + 1;
+        let planned = plan("qwen3.5-4b", &tight, least, None).unwrap();
+        assert_eq!((planned.kv_blocks, planned.state_slots), (2048, 1));
+    }
+
+    #[test]
+    fn dtypes_come_from_the_knob_or_the_device() {
+        let config = EngineConfig { kv_dtype: CacheDtype::Bf16, ..EngineConfig::default() };
+        let planned = plan("demo", &config, 64 * GIB, None).unwrap();
+        assert_eq!((planned.kv_dtype, planned.state_dtype), (CacheDtype::Bf16, CacheDtype::F32));
+    }
+}

@@ -115,3 +115,91 @@ impl UnifiedFigures {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::config::{EngineConfig, KvLayout, Speculation};
+    use crate::engine::device::CachePlan;
+    use crate::engine::model::synthetic_layout;
+
+    fn shape(preset: &str, drafts: usize) -> CacheShape {
+        let spec = synthetic_layout(preset).unwrap().spec;
+        CacheShape::new(&spec, CacheDtype::F16, CacheDtype::F32, drafts)
+    }
+
+    fn unified(shape: &CacheShape, blocks: usize, max_model_len: usize) -> CachePlan {
+        let config = EngineConfig::default();
+        CachePlan {
+            layout: KvLayout::Unified,
+            block_tokens: shape.unified_block_tokens(16),
+            kv_blocks: blocks,
+            state_slots: 0,
+            kv_dtype: CacheDtype::F16,
+            state_dtype: CacheDtype::F32,
+            max_model_len,
+            max_num_seqs: config.max_num_seqs,
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            max_drafts: shape.drafts,
+        }
+    }
+
+    #[test]
+    fn pages_have_the_published_sizes() {
+        let four = shape("qwen3.5-4b", 0);
+        assert_eq!(four.state_layer_bytes, 2_146_304);
+        assert_eq!(four.unified_block_tokens(16), 528);
+        assert_eq!(four.block_bytes(528), 8 * 2_162_688);
+        // Five drafts widen the window to eight columns: 544 tokens hold it without padding.
+        let drafting = shape("qwen3.5-4b", 5);
+        assert_eq!(drafting.state_layer_bytes, 2_228_224);
+        assert_eq!(drafting.unified_block_tokens(16), 544);
+        assert_eq!(544 * drafting.kv_token_layer_bytes, drafting.state_layer_bytes);
+        for (preset, tokens) in [("qwen3.5-0.8b", 544), ("qwen3.5-2b", 544), ("qwen3.5-9b-awq", 528)] {
+            assert_eq!(shape(preset, 0).unified_block_tokens(16), tokens, "{preset}");
+        }
+        assert_eq!(shape("qwen2.5-7b", 0).unified_block_tokens(16), 16);
+        // 9.45 GiB is what vLLM found beside the 4B: 586 blocks.
+        assert_eq!((9.45 * f64::from(1 << 30)) as u64 / four.block_bytes(528), 586);
+    }
+
+    #[test]
+    fn concurrency_tokens_and_seats_equal_what_vllm_printed() {
+        for (preset, drafts, blocks, length, concurrency, tokens, seats) in [
+            ("qwen3.5-4b", 0, 586, 2048, 83.71, 77_088, 146),
+            ("qwen3.5-4b", 0, 586, 8192, 30.84, 77_088, 146),
+            ("qwen3.5-9b-awq", 0, 413, 2048, 59.00, 54_384, 103),
+            ("qwen3.5-4b", 5, 542, 2048, 24.64, 73_440, 28),
+            ("qwen2.5-7b", 0, 5781, 2048, 45.16, 92_496, 240),
+            ("qwen3.5-4b", 0, 40, 2048, 5.71, 5_280, 9),
+        ] {
+            let shape = shape(preset, drafts);
+            let figures = UnifiedFigures::new(&shape, &unified(&shape, blocks, length), 256 + 128);
+            let printed = (figures.max_concurrency * 100.0).round() / 100.0;
+            assert_eq!(
+                (printed, figures.kv_cache_tokens, figures.seats),
+                (concurrency, tokens, seats),
+                "{preset} with {blocks} blocks and {drafts} drafts"
+            );
+        }
+        // The draft count of the other arm: 13 blocks a request.
+        let three = shape("qwen3.5-4b", 3);
+        assert_eq!(three.unified_request_blocks(384, three.unified_block_tokens(16)), 13);
+    }
+
+    #[test]
+    fn a_knob_that_turns_speculation_on_changes_the_page() {
+        let layout = synthetic_layout("qwen3.5-4b").unwrap();
+        let config = EngineConfig {
+            kv_layout: KvLayout::Unified,
+            speculation: Speculation::Ngram,
+            kv_blocks: Some(542),
+            ..EngineConfig::default()
+        };
+        let dtypes = (CacheDtype::F16, CacheDtype::F32);
+        let memory = 40 << 30;
+        let plan =
+            crate::engine::cache::plan::plan_cache(&layout, &config, memory, memory, dtypes, None).unwrap();
+        assert_eq!((plan.block_tokens, plan.kv_blocks, plan.max_drafts, plan.state_slots), (544, 542, 5, 28));
+    }
+}
