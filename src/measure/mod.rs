@@ -4,7 +4,10 @@
 //! records or of result files.
 
 pub mod axis;
+pub mod bound;
 pub mod quantile;
 pub mod recorder;
 pub mod rows;
+pub mod steady;
+pub mod summarize;
 pub mod summary;
