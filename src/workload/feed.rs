@@ -224,13 +224,11 @@ impl Feed {
 
     /// The earliest of the injection and the victims that are ready: when, and which victim (`None`: injector).
     fn next_probe(&self, probe: &ProbeState) -> Option<(f64, Option<usize>)> {
-        let injection = (probe.to_inject > 0)
-            .then(|| match probe.plan.inject_at_token {
-                None => Some(self.origin_s + probe.plan.inject_after_s),
-                Some(_) => probe.injected_s,
-            })
-            .flatten()
-            .map(|due_s| (due_s, None));
+        let due_s = match probe.plan.inject_at_token {
+            None => Some(self.origin_s + probe.plan.inject_after_s),
+            Some(_) => probe.injected_s,
+        };
+        let injection = due_s.filter(|_| probe.to_inject > 0).map(|due_s| (due_s, None));
         let open = |due_s: f64| probe.stop_s.is_none_or(|stop_s| due_s < stop_s);
         let victims = probe.ready_s.iter().enumerate();
         let victims = victims.filter_map(|(victim, ready)| Some(((*ready)?, Some(victim))));

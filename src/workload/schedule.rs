@@ -7,6 +7,9 @@ use super::rate::Rate;
 use crate::Result;
 use crate::engine::request::Request;
 
+/// A tokenizer, as far as a load needs one.
+pub type Encode<'a> = dyn Fn(&str) -> Result<Vec<u32>> + 'a;
+
 /// What a schedule needs to know of model, engine and plan.
 #[derive(Clone, Copy)]
 pub struct ScheduleContext<'a> {
@@ -21,7 +24,7 @@ pub struct ScheduleContext<'a> {
     /// Of the repeat: [`super::seeds::repeat_seed`].
     pub seed: u64,
     /// Text to token ids, for prompts of text.
-    pub encode: Option<&'a dyn Fn(&str) -> Result<Vec<u32>>>,
+    pub encode: Option<&'a Encode<'a>>,
 }
 
 /// What part a request plays in a run.

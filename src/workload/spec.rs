@@ -264,7 +264,7 @@ impl LoadSpec {
                 check((0.0..1.0).contains(&ratio), "lengths.ratio", &ratio, "0 or more and below 1")?;
             }
             Lengths::LogNormal { sigma } => {
-                check(sigma >= 0.0 && sigma <= 3.0, "lengths.sigma", &sigma, "0 to 3")?;
+                check((0.0..=3.0).contains(&sigma), "lengths.sigma", &sigma, "0 to 3")?;
             }
             Lengths::Fixed | Lengths::File { .. } => {}
         }
