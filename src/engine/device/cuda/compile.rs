@@ -23,12 +23,27 @@ pub struct Unit {
     pub hot: &'static [&'static str],
     /// Lowest compute capability it is compiled for (90 for files that need the bulk copy engine).
     pub min_capability: i32,
+    /// Highest one (90 for files that need Hopper's warpgroup products, which later GPUs dropped).
+    pub max_capability: i32,
 }
+
+impl Unit {
+    /// Whether it can run on a GPU of this compute capability.
+    pub fn supports(&self, capability: i32) -> bool {
+        (self.min_capability..=self.max_capability).contains(&capability)
+    }
+}
+
+/// For units that every later GPU can run.
+pub const ANY_LATER: i32 = i32::MAX;
 
 /// Targets that must always compile; a GPU at run time may be another.
 pub const TARGETS: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"];
 
-const HEADER: (&str, &str) = ("half.cuh", include_str!("../../../../cuda/half.cuh"));
+const HEADERS: [(&str, &str); 2] = [
+    ("half.cuh", include_str!("../../../../cuda/half.cuh")),
+    ("wgmma.cuh", include_str!("../../../../cuda/wgmma.cuh")),
+];
 
 /// The name NVRTC knows a GPU by: Hopper and later datacentre parts with the suffix that unlocks their own instructions.
 pub fn target(capability: i32) -> String {
@@ -50,7 +65,7 @@ fn options(unit: &Unit, target: &str) -> Vec<String> {
 
 /// Compiles without the cache.
 pub fn compile(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> Result<Compiled> {
-    nvrtc.compile(unit.file, unit.source, &[HEADER], &options(unit, target))
+    nvrtc.compile(unit.file, unit.source, &HEADERS, &options(unit, target))
 }
 
 /// Machine code of `unit` for `target`: from the cache, else compiled and put there. A cache that cannot be read or
@@ -80,7 +95,8 @@ pub fn cubin(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> Result<Vec<u8>> {
 
 fn key(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> String {
     let mut hash = Sha256::new();
-    for part in [HEADER.1, unit.file, unit.source] {
+    let headers = HEADERS.iter().map(|header| header.1);
+    for part in headers.chain([unit.file, unit.source]) {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
     }

@@ -261,12 +261,9 @@ impl Gpu {
     /// A kernel of `unit`, compiling (or reading from the cache) and loading its module at the first call.
     pub fn kernel(&self, unit: &Unit, name: &'static str) -> Result<Kernel> {
         let facts = &self.inner.facts;
-        if facts.capability < unit.min_capability {
+        if !unit.supports(facts.capability) {
             return Err(Error::failed(
-                format!(
-                    "{} needs compute capability {} and this GPU has {}",
-                    unit.file, unit.min_capability, facts.capability
-                ),
+                format!("{} is not for compute capability {}", unit.file, facts.capability),
                 "",
             ));
         }

@@ -9,6 +9,7 @@ pub mod launch;
 pub mod libraries;
 pub mod matrix;
 pub mod nvrtc;
+pub mod prefill_attention;
 pub mod units;
 
 pub use driver::{GpuFacts, probe};
