@@ -30,5 +30,52 @@ pub const PREFILL_ATTENTION_HOPPER: Unit = Unit {
     max_capability: 90,
 };
 
+pub const DELTA: Unit = Unit {
+    file: "delta.cu",
+    source: include_str!("../../../../cuda/delta.cu"),
+    defines: &[],
+    hot: &["delta_f32"],
+    min_capability: 80,
+};
+
+pub const ATTENTION: Unit = Unit {
+    file: "attention.cu",
+    source: include_str!("../../../../cuda/attention.cu"),
+    defines: &[],
+    hot: &[
+        "attention_rows_64",
+        "attention_rows_128",
+        "attention_rows_256",
+        "attention_prepare_64",
+        "attention_prepare_128",
+        "attention_prepare_256",
+    ],
+    min_capability: 80,
+};
+
+pub const SAMPLE: Unit = Unit {
+    file: "sample.cu",
+    source: include_str!("../../../../cuda/sample.cu"),
+    defines: &[],
+    hot: &["sample_greedy"],
+    min_capability: 80,
+};
+
+pub const WEIGHTS: Unit = Unit {
+    file: "weights.cu",
+    source: include_str!("../../../../cuda/weights.cu"),
+    defines: &[],
+    hot: &[],
+    min_capability: 80,
+};
+
 /// All of them.
-pub const ALL: &[&Unit] = &[&NORM, &PREFILL_ATTENTION, &PREFILL_ATTENTION_HOPPER];
+pub const ALL: &[&Unit] = &[
+    &NORM,
+    &DELTA,
+    &ATTENTION,
+    &SAMPLE,
+    &WEIGHTS,
+    &PREFILL_ATTENTION,
+    &PREFILL_ATTENTION_HOPPER,
+];
