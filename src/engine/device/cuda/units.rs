@@ -36,6 +36,7 @@ pub const DELTA: Unit = Unit {
     defines: &[],
     hot: &["delta_f32"],
     min_capability: 80,
+    max_capability: i32::MAX,
 };
 
 pub const ATTENTION: Unit = Unit {
@@ -51,6 +52,7 @@ pub const ATTENTION: Unit = Unit {
         "attention_prepare_256",
     ],
     min_capability: 80,
+    max_capability: i32::MAX,
 };
 
 pub const SAMPLE: Unit = Unit {
@@ -59,6 +61,7 @@ pub const SAMPLE: Unit = Unit {
     defines: &[],
     hot: &["sample_greedy"],
     min_capability: 80,
+    max_capability: i32::MAX,
 };
 
 pub const WEIGHTS: Unit = Unit {
@@ -67,6 +70,7 @@ pub const WEIGHTS: Unit = Unit {
     defines: &[],
     hot: &[],
     min_capability: 80,
+    max_capability: i32::MAX,
 };
 
 /// All of them.
