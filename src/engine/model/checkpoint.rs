@@ -170,9 +170,7 @@ const INDEX: &str = "model.safetensors.index.json";
 fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let index = folder.join(INDEX);
     if index.exists() {
-        let mut names: Vec<String> = read_index(&index)?.into_iter().map(|(_, file)| file).collect();
-        names.sort();
-        names.dedup();
+        let names = indexed_files(&index)?;
         let missing: Vec<&str> =
             names.iter().map(String::as_str).filter(|name| !folder.join(name).exists()).collect();
         if !missing.is_empty() {
@@ -207,6 +205,14 @@ fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
         "give a folder that holds config.json and model.safetensors"
     };
     Err(Error::invalid(format!("{}: there is no {SINGLE}", folder.display()), hint))
+}
+
+/// The files that an index names.
+pub fn indexed_files(index: &Path) -> Result<Vec<String>> {
+    let mut names: Vec<String> = read_index(index)?.into_iter().map(|(_, file)| file).collect();
+    names.sort();
+    names.dedup();
+    Ok(names)
 }
 
 /// (tensor name, file name) pairs of an index. File names must be plain, so that no path leads out of the folder.

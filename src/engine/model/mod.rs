@@ -10,6 +10,7 @@ mod convention;
 pub mod dequant;
 pub mod finite;
 mod folder;
+pub mod hub;
 mod json;
 pub mod layout;
 mod open;

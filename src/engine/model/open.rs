@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::folder;
+use super::hub::Hub;
 use super::layout::ModelLayout;
 use super::presets::synthetic_layout;
 use super::reference::ModelRef;
@@ -81,8 +82,19 @@ pub fn open(reference: &ModelRef, options: &OpenOptions) -> Result<OpenedModel> 
             })
         }
         ModelRef::Folder(path) => folder::open(path, &folder_name(path)),
-        ModelRef::Hub { repo, .. } => {
-            Err(Error::invalid(format!("{repo}: hub models cannot be read yet"), "use a synthetic model"))
+        ModelRef::Hub { repo, revision } => {
+            let hub = Hub::from_env()?;
+            let path = match hub.find(repo, revision.as_deref()) {
+                Some(path) => path,
+                None if options.download => hub.fetch(repo, revision.as_deref(), options.show_progress)?,
+                None => {
+                    return Err(Error::invalid(
+                        format!("{reference} is not in the Hugging Face cache, and is no folder here"),
+                        format!("download it with `inferwall model fetch {reference}`"),
+                    ));
+                }
+            };
+            folder::open(&path, repo)
         }
     }
 }
