@@ -179,6 +179,12 @@ impl Engine {
         &self.plan
     }
 
+    /// KV blocks and state slots held by live requests now.
+    pub fn held(&self) -> (usize, usize) {
+        let cache = self.scheduler.cache();
+        (cache.blocks_used(), cache.slots_used())
+    }
+
     /// Schedules one step and hands it to the device. False when there is nothing that could run now.
     fn submit_step(&mut self) -> Result<bool> {
         let began_s = self.clock.now();

@@ -97,3 +97,14 @@ pub enum HeldBack {
     /// `max_num_batched_tokens`.
     TokenBudget,
 }
+
+impl HeldBack {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Seats => "seats",
+            Self::StateSlots => "state_slots",
+            Self::Blocks => "blocks",
+            Self::TokenBudget => "token_budget",
+        }
+    }
+}

@@ -1,5 +1,8 @@
 //! An engine on `sim:fixed` with a built-in shape, and what a drained run left behind.
 
+#[allow(dead_code, reason = "each test binary uses its own part")]
+pub mod memory_device;
+
 use inferwall::engine::Engine;
 use inferwall::engine::cache::plan::plan_simulated_cache;
 use inferwall::engine::config::{CpuMath, EngineConfig};
@@ -10,6 +13,7 @@ use inferwall::engine::model::synthetic_layout;
 use inferwall::engine::request::{FinishReason, Request, RequestId, SamplingParams};
 use inferwall::engine::step_report::{Event, StepKind, StepReport};
 
+#[allow(dead_code, reason = "each test binary uses its own part")]
 /// A request of `prompt` made-up tokens and exactly `output` tokens.
 pub fn request(prompt: usize, output: usize) -> Request {
     Request {
