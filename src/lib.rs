@@ -7,6 +7,8 @@ pub mod engine;
 pub mod error;
 pub mod hardware;
 pub mod measure;
+pub mod reproduce;
+pub mod simulation;
 pub mod workload;
 
 pub use error::{Error, Result};
