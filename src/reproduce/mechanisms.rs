@@ -140,11 +140,9 @@ fn per_sequence(device: &SimDevice, seed: u64) -> Result<Mechanism> {
     let full = run.record.steps.iter().filter(|step| step.report.decode_sequences as f64 == batch);
     let kv_bytes = full.clone().map(|step| step.report.cost.bytes.kv).max().unwrap_or(0);
     let kv_ms = kv_bytes as f64 / batch / parameters.read_bytes_per_s * 1e3;
-    let stream_s =
-        (costs.layer_weight_bytes + costs.head_weight_bytes) as f64 / parameters.read_bytes_per_s;
+    let stream_s = (costs.layer_weight_bytes + costs.head_weight_bytes) as f64 / parameters.read_bytes_per_s;
     let flops = batch * (costs.layer_flops_per_token + costs.head_flops_per_row) as f64;
-    let compute_ms =
-        (stream_s.hypot(flops / parameters.flops_per_s) - stream_s) / batch * 1e3;
+    let compute_ms = (stream_s.hypot(flops / parameters.flops_per_s) - stream_s) / batch * 1e3;
     let total = state_ms + kv_ms + compute_ms;
     let share = |part: f64| format!("{:.0} %", part / total * 100.0);
     Ok(Mechanism {
@@ -152,12 +150,7 @@ fn per_sequence(device: &SimDevice, seed: u64) -> Result<Mechanism> {
         figure: "ms: state + KV + compute",
         published: "0.31 in all",
         with: format!("{state_ms:.3} + {kv_ms:.3} + {compute_ms:.3} = {total:.3}"),
-        without: format!(
-            "state {}, KV {}, compute {}",
-            share(state_ms),
-            share(kv_ms),
-            share(compute_ms)
-        ),
+        without: format!("state {}, KV {}, compute {}", share(state_ms), share(kv_ms), share(compute_ms)),
     })
 }
 
@@ -167,12 +160,7 @@ fn growing_requests(device: &SimDevice, seed: u64) -> Result<Mechanism> {
     let running = |planned: &PlannedArm| -> Result<String> {
         let metrics = run_arm(planned, device, seed)?.0;
         let get = |name| number(metrics.get(name).copied().unwrap_or(f64::NAN));
-        Ok(format!(
-            "{}, then {}; {}",
-            get("running_max"),
-            get("running_settled"),
-            get("preemptions")
-        ))
+        Ok(format!("{}, then {}; {}", get("running_max"), get("running_settled"), get("preemptions")))
     };
     let with = running(&planned)?;
     planned.load.output_len = 32;

@@ -240,8 +240,7 @@ mod tests {
 
     #[test]
     fn the_published_step_points_give_the_published_fit() {
-        let (fixed, slope) =
-            least_squares(&[(1.0, 20.2), (8.0, 21.9), (64.0, 37.1), (146.0, 65.6)]).unwrap();
+        let (fixed, slope) = least_squares(&[(1.0, 20.2), (8.0, 21.9), (64.0, 37.1), (146.0, 65.6)]).unwrap();
         assert!((fixed - 19.07).abs() < 0.01 && (slope - 0.3129).abs() < 0.0005, "{fixed} + {slope} N");
     }
 }

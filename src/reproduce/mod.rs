@@ -60,7 +60,8 @@ pub fn run_part(part: u32, device: &SimDevice, seed: u64) -> Result<PartResult> 
     let cells = cells::published(part)?
         .into_iter()
         .map(|cell| {
-            let simulated = figures.get(&cell.arm).and_then(|metrics| metrics.get(cell.metric.as_str())).copied();
+            let simulated =
+                figures.get(&cell.arm).and_then(|metrics| metrics.get(cell.metric.as_str())).copied();
             compare(cell, simulated)
         })
         .collect();

@@ -83,8 +83,7 @@ pub fn arms(part: u32) -> Result<Vec<PlannedArm>> {
             Some(knob) => {
                 for value in &group.values {
                     let (mut load, mut engine) = (load.clone(), group.engine.clone());
-                    let target =
-                        if LOAD_KNOBS.contains(&knob.as_str()) { &mut load } else { &mut engine };
+                    let target = if LOAD_KNOBS.contains(&knob.as_str()) { &mut load } else { &mut engine };
                     target.insert(knob.clone(), value.clone());
                     let shown = value.as_str().map_or_else(|| value.to_string(), str::to_string);
                     arms.push(arm(group, group.name.replace("{value}", &shown), load, engine)?);

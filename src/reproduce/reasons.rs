@@ -1,7 +1,7 @@
 //! Why a cell may differ, and which of the series' known artefacts the simulation predicts by which mechanism.
 
 /// Reasons by the key that cells.csv uses.
-const REASONS: [(&str, &str); 11] = [
+const REASONS: [(&str, &str); 14] = [
     (
         "dip",
         "the fall from rate 8 to 10 is an accident of one arrival trace: other seeds at the same rates often show none (see the mechanisms below); the valley against the flood is not",
@@ -23,6 +23,15 @@ const REASONS: [(&str, &str); 11] = [
         "counts and medians of the injection window depend on where the victims were when the prompts came, which the series did not record; it is pinned here",
     ),
     (
+        "stagger",
+        "the 19th largest of 1,920 samples: the longest time to first token outside the stall. It is at its longest (103 ms: the rest of one step, a queued step with another victim's prompt, and its own) when victims restart at different steps; here they restart together, as nothing delays one more than another",
+    ),
+    (
+        "bucket",
+        "the best second of a run: one second among hundreds, on which few tokens more or less decide",
+    ),
+    ("client", "only a constant of 5 ms stands for HTTP and tokenising"),
+    (
         "stall",
         "every latency of this arm is late by one constant of 10 to 11 s: one cold stall before the first step, taken from these cells",
     ),
@@ -42,10 +51,7 @@ const REASONS: [(&str, &str); 11] = [
         "bimodal",
         "gaps fall into two groups (steps with and without a draft or prefill), and the median jumps between them",
     ),
-    (
-        "derived",
-        "derived from the block arithmetic by readers, not published: a prediction to check",
-    ),
+    ("derived", "derived from the block arithmetic by readers, not published: a prediction to check"),
 ];
 
 /// The text of a reason.

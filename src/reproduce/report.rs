@@ -10,9 +10,7 @@ use crate::Result;
 /// A number with the digits its size deserves.
 pub fn number(value: f64) -> String {
     let size = value.abs();
-    if value == value.round() && size < 1e7 {
-        format!("{value:.0}")
-    } else if size >= 1000.0 {
+    if size >= 1000.0 || value == value.round() {
         format!("{value:.0}")
     } else if size >= 100.0 {
         format!("{value:.1}")
@@ -52,10 +50,7 @@ pub fn totals(cells: &[Compared]) -> Vec<Total> {
                 judged: judged().count(),
                 holds: judged().filter(|cell| cell.verdict == Verdict::Holds).count(),
                 median_error: crate::measure::quantile::quantile(&errors, 0.5)?,
-                worst_judged_error: judged()
-                    .filter_map(|cell| cell.error)
-                    .map(f64::abs)
-                    .fold(0.0, f64::max),
+                worst_judged_error: judged().filter_map(|cell| cell.error).map(f64::abs).fold(0.0, f64::max),
             })
         })
         .collect()
@@ -183,7 +178,16 @@ pub fn csv(parts: &[PartResult]) -> Result<String> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     writer
         .write_record([
-            "part", "arm", "metric", "published", "simulated", "error", "gate", "verdict", "mark", "reason",
+            "part",
+            "arm",
+            "metric",
+            "published",
+            "simulated",
+            "error",
+            "gate",
+            "verdict",
+            "mark",
+            "reason",
         ])
         .map_err(|error| failed(&error))?;
     for compared in parts.iter().flat_map(|part| &part.cells) {

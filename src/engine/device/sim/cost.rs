@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! t = fixed + sqrt((weights/BW)^2 + (products/RATE)^2)           a stream and products that overlap, as a 2-norm
-//!   + state/BW (x mu in a step with a prompt chunk)              recurrent states, read and written
+//!   + state/BW (x mu beside a prompt chunk or drafts)            recurrent states, read and written
 //!   + KV/BW + prefill scores/RATE
 //!   + sampled rows x row + mixed (in a step with a prompt chunk)
 //! ```
@@ -28,10 +28,11 @@ pub struct SimParameters {
     pub launch_s: f64,
     /// Time of a step beyond its bytes, FLOPs and launches, seconds.
     pub step_fixed_s: f64,
-    /// What a step with a prompt chunk adds: it leaves the full CUDA graph.
+    /// What a step with a prompt chunk or drafts adds: it leaves the full CUDA graph.
     pub mixed_step_s: f64,
-    /// State cost of every sequence in a step with a prompt chunk, times that in a pure decode step. 1 for an engine that
-    /// keeps decodes on the recurrent kernel beside a prefill; more for one that gathers, chunks and scatters them all.
+    /// State cost of every sequence in a step with a prompt chunk (and of those without drafts beside those with), times
+    /// that in a pure decode step. 1 for an engine that keeps decodes on the recurrent kernel beside a prefill; more for
+    /// one that gathers, chunks and scatters them all.
     pub mixed_state_factor: f64,
     /// Sampler time of a row drawn with a temperature, seconds.
     pub sampled_row_s: f64,
@@ -88,14 +89,15 @@ impl SimParameters {
         }
         let phases = model.phases_of(counts);
         let mixed = counts.prefill_sequences > 0;
+        let drafting = extras.drafting_sequences;
         let launches = (4 * spec.layers.len() + 1) as f64;
         let mut fixed_s = self.step_fixed_s + launches * self.launch_s;
-        if mixed {
+        if mixed || drafting > 0 {
             fixed_s += self.mixed_step_s;
         }
         if extras.speculating {
             fixed_s += self.speculation_host_s;
-            if mixed || extras.drafts > 0 {
+            if mixed || drafting > 0 {
                 fixed_s += self.draft_step_s;
             }
         }
@@ -105,9 +107,12 @@ impl SimParameters {
         let overlapped_s = stream_s.hypot(products_s);
 
         // The chunked path gathers and scatters whole states, those of new sequences included; else a sequence that
-        // starts has none to read. A sequence with drafts writes its state after each of its tokens.
-        let moves = if mixed && self.mixed_state_factor > 1.0 {
-            2.0 * (counts.decode_sequences + counts.prefill_sequences) as f64 * self.mixed_state_factor
+        // starts has none to read. Sequences with drafts have a path of their own, and beside it the others take the
+        // chunked one. A sequence with drafts writes its state after each of its tokens.
+        let others = counts.decode_sequences + counts.prefill_sequences - drafting;
+        let chunked = mixed || (drafting > 0 && others > 0);
+        let moves = if chunked && self.mixed_state_factor > 1.0 {
+            2.0 * (others as f64 * self.mixed_state_factor + drafting as f64)
         } else {
             counts.state_moves as f64
         } + extras.drafts as f64;
