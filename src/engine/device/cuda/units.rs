@@ -74,12 +74,5 @@ pub const WEIGHTS: Unit = Unit {
 };
 
 /// All of them.
-pub const ALL: &[&Unit] = &[
-    &NORM,
-    &DELTA,
-    &ATTENTION,
-    &SAMPLE,
-    &WEIGHTS,
-    &PREFILL_ATTENTION,
-    &PREFILL_ATTENTION_HOPPER,
-];
+pub const ALL: &[&Unit] =
+    &[&NORM, &DELTA, &ATTENTION, &SAMPLE, &WEIGHTS, &PREFILL_ATTENTION, &PREFILL_ATTENTION_HOPPER];
