@@ -177,6 +177,8 @@ struct Story {
 fn check_events(case: &Case, outcome: &Outcome) -> Result<(), TestCaseError> {
     let mut stories: HashMap<RequestId, Story> = HashMap::new();
     let mut order = 0;
+    // Preempted and not running again yet; the last one is at the head of the queue.
+    let mut preempted: Vec<RequestId> = Vec::new();
     for event in outcome.reports.iter().flat_map(|report| &report.events) {
         match event {
             Event::Scheduled { request, again } => {
@@ -184,7 +186,9 @@ fn check_events(case: &Case, outcome: &Outcome) -> Result<(), TestCaseError> {
                 prop_assert_eq!(*again, story.first_scheduled.is_some());
                 if *again {
                     story.rescheduled += 1;
+                    prop_assert_eq!(preempted.pop(), Some(*request), "not the head of the queue");
                 } else {
+                    prop_assert!(preempted.is_empty(), "{:?} overtook a preempted request", request);
                     story.first_scheduled = Some(order);
                     order += 1;
                 }

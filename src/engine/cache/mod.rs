@@ -103,7 +103,8 @@ impl Cache {
     ) -> Result<Admitted, HeldBack> {
         debug_assert!(holding.blocks.is_empty() && holding.slot.is_none());
         if self.hybrid && self.free_slots.is_empty() {
-            return Err(HeldBack::StateSlots);
+            // In the unified layout there are as many slots as the pool could ever seat.
+            return Err(if self.state_blocks > 0 { HeldBack::Blocks } else { HeldBack::StateSlots });
         }
         let mut found = Vec::new();
         if let Some(prefix) = &self.prefix {

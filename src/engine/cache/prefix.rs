@@ -64,8 +64,8 @@ impl PrefixCache {
     pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], blocks: &[u32]) {
         chain.extend(tokens, self.block_tokens);
         let full = tokens.len() / self.block_tokens;
-        for index in chain.published_blocks..full {
-            let (hash, block) = (chain.hashes[index], blocks[index]);
+        let named = chain.hashes.iter().zip(blocks).take(full).skip(chain.published_blocks);
+        for (&hash, &block) in named {
             if let std::collections::hash_map::Entry::Vacant(entry) = self.by_hash.entry(hash) {
                 entry.insert(block);
                 self.name[block as usize] = Some(hash);

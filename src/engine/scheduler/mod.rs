@@ -224,6 +224,7 @@ impl Scheduler {
         self.cache.release(&mut sequence.holding);
         step.events.push(Event::Preempted { request: sequence.id, computed_tokens: sequence.computed });
         step.preemptions += 1;
+        // Generated tokens stay known; everything is computed again from position 0.
         sequence.computed = 0;
         sequence.drafts.clear();
         self.waiting.push_front(key);
