@@ -3,6 +3,7 @@
 //!
 //! The only place in the crate with `unsafe`, SIMD or CUDA.
 
+pub mod cpu;
 pub mod cuda;
 pub mod mapped_file;
 pub mod sim;

@@ -1,0 +1,348 @@
+//! Softmax attention over the paged cache.
+//!
+//! One item of work is a sequence, a KV head and a few query tokens: its rows (tokens times the heads that share the KV
+//! head) form tiles like those of a matrix product. Scores are tiles of K against the queries, the output tiles of V
+//! against the weights of the softmax; both add in the order of head dims and of keys, so a row's result depends on its
+//! own sequence alone.
+
+use super::batch::Sequence;
+use super::cache::KvPool;
+use super::gemm::{self, MAX_TILE, Packed, Tile, max_tile};
+use super::isa::{Arch, Isa, LANES, Work};
+use super::lanes::{self, Lanes};
+use super::memory::Shared;
+use crate::engine::model::spec::Attention;
+
+/// Angles of every position up to the longest sequence.
+pub struct RopeTable {
+    half: usize,
+    /// [position][cos of each pair, sin of each pair]
+    values: Vec<f32>,
+}
+
+impl RopeTable {
+    pub fn new(attention: &Attention, positions: usize) -> Self {
+        let frequencies = attention.rope.inverse_frequencies();
+        let half = frequencies.len();
+        let mut values = Vec::with_capacity(positions * 2 * half);
+        for position in 0..positions {
+            let angles = frequencies.iter().map(|frequency| position as f64 * frequency);
+            values.extend(angles.clone().map(|angle| angle.cos() as f32));
+            values.extend(angles.map(|angle| angle.sin() as f32));
+        }
+        Self { half, values }
+    }
+
+    /// Rotates pairs (i, i + half) of a head in place.
+    #[inline(always)]
+    fn rotate(&self, position: usize, head: &mut [f32]) {
+        let at = position * 2 * self.half;
+        let (cos, sin) = self.values[at..at + 2 * self.half].split_at(self.half);
+        let (low, rest) = head.split_at_mut(self.half);
+        for (((low, high), cos), sin) in low.iter_mut().zip(rest).zip(cos).zip(sin) {
+            let (a, b) = (*low, *high);
+            *low = a * cos - b * sin;
+            *high = b * cos + a * sin;
+        }
+    }
+}
+
+/// Small weights of an attention layer.
+#[derive(Debug, Default)]
+pub struct AttentionWeights {
+    /// Biases of q, k and v one after the other; empty without bias.
+    pub bias: Vec<f32>,
+    /// Norm weights of a q and a k head (one added where the family stores them minus one); empty without norm.
+    pub q_norm: Vec<f32>,
+    pub k_norm: Vec<f32>,
+}
+
+/// All that the threads of one layer's attention share.
+pub struct Layer<'a> {
+    pub spec: &'a Attention,
+    pub eps: f32,
+    pub weights: &'a AttentionWeights,
+    pub rope: &'a RopeTable,
+    pub kv: &'a KvPool,
+    /// Index among the attention layers.
+    pub index: usize,
+    /// Projections, [rows][q | k | v].
+    pub qkv: Shared<f32>,
+    pub width: usize,
+    pub output: Packed,
+    pub isa: Isa,
+}
+
+impl Layer<'_> {
+    /// Elements from one query head to the next.
+    fn q_stride(&self) -> usize {
+        self.spec.head_dim * if self.spec.output_gate { 2 } else { 1 }
+    }
+}
+
+/// Bias, norm and rotation of one row's q and k heads; K and V go to the cache, q is scaled and stays.
+pub struct Prepare<'a> {
+    pub layer: &'a Layer<'a>,
+    pub sequence: &'a Sequence,
+    /// Which of the sequence's new tokens.
+    pub token: usize,
+}
+
+impl Work for Prepare<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<A: Arch>(self) {
+        let Self { layer, sequence, token } = self;
+        let spec = layer.spec;
+        let dim = spec.head_dim;
+        let (kv_size, q_size) = (spec.kv_heads * dim, spec.heads * layer.q_stride());
+        // SAFETY: one thread prepares a row.
+        let row = unsafe { layer.qkv.part((sequence.first_row + token) * layer.width, layer.width) };
+        if !layer.weights.bias.is_empty() {
+            for (value, bias) in row.iter_mut().zip(&layer.weights.bias) {
+                *value += bias;
+            }
+        }
+        let position = sequence.context + token;
+        let scale = 1.0 / (dim as f32).sqrt();
+        let mut head_values = [0f32; MAX_HEAD_DIM];
+        let head_values = &mut head_values[..dim];
+        for head in 0..spec.heads {
+            let q = &mut row[head * layer.q_stride()..][..dim];
+            normalise::<A>(q, &layer.weights.q_norm, layer.eps, head_values);
+            layer.rope.rotate(position, q);
+            q.iter_mut().for_each(|value| *value *= scale);
+        }
+        let (block, within) = sequence.locate(position, layer.kv.block_tokens);
+        for head in 0..spec.kv_heads {
+            let (keys, values) = row[q_size..].split_at_mut(kv_size);
+            let key = &mut keys[head * dim..][..dim];
+            normalise::<A>(key, &layer.weights.k_norm, layer.eps, head_values);
+            layer.rope.rotate(position, key);
+            // SAFETY: a token's cache rows belong to its row of the step.
+            unsafe { layer.kv.write(layer.index, block, head, within, key, &values[head * dim..][..dim]) };
+        }
+    }
+}
+
+/// Head dims above this are refused when a model is loaded.
+pub const MAX_HEAD_DIM: usize = 512;
+
+#[inline(always)]
+fn normalise<A: Arch>(head: &mut [f32], weight: &[f32], eps: f32, scratch: &mut [f32]) {
+    if !weight.is_empty() {
+        lanes::rms_norm::<A>(head, weight, eps, scratch);
+        head.copy_from_slice(scratch);
+    }
+}
+
+/// Buffers of one thread.
+#[derive(Debug, Default)]
+pub struct Workspace {
+    /// Queries, [head_dim][rows].
+    queries: Vec<f32>,
+    /// Scores, [rows][slots].
+    scores: Vec<f32>,
+    /// Softmax weights, [slots][rows].
+    weights: Vec<f32>,
+    /// Outputs, [rows][value_stride].
+    outputs: Vec<f32>,
+}
+
+impl Workspace {
+    fn grow(values: &mut Vec<f32>, len: usize) {
+        if values.len() < len {
+            values.resize(len.next_power_of_two(), 0.0);
+        }
+    }
+}
+
+/// Query tokens `tokens` of one sequence against one KV head.
+pub struct Attend<'a> {
+    pub layer: &'a Layer<'a>,
+    pub sequence: &'a Sequence,
+    pub kv_head: usize,
+    pub tokens: std::ops::Range<usize>,
+    pub workspace: &'a mut Workspace,
+}
+
+impl Work for Attend<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<A: Arch>(self) {
+        let group = self.layer.spec.heads / self.layer.spec.kv_heads;
+        let rows = self.tokens.len() * group;
+        let mut first = 0;
+        while first < rows {
+            let count = (rows - first).min(max_tile(self.layer.isa));
+            attend_rows::<A>(
+                self.layer,
+                self.sequence,
+                self.kv_head,
+                self.tokens.start * group + first,
+                count,
+                self.workspace,
+            );
+            first += count;
+        }
+    }
+}
+
+/// Rows `first..first + count` of a sequence and KV head; row r is token r / group, head r % group.
+#[inline(always)]
+fn attend_rows<A: Arch>(
+    layer: &Layer<'_>,
+    sequence: &Sequence,
+    kv_head: usize,
+    first: usize,
+    count: usize,
+    workspace: &mut Workspace,
+) {
+    let (spec, kv) = (layer.spec, layer.kv);
+    let dim = spec.head_dim;
+    let group = spec.heads / spec.kv_heads;
+    let position = |row: usize| sequence.context + (first + row) / group;
+    let row_start = |row: usize| {
+        let token = (first + row) / group;
+        let head = kv_head * group + (first + row) % group;
+        (sequence.first_row + token) * layer.width + head * layer.q_stride()
+    };
+    let keys = position(count - 1) + 1;
+    // A block's keys take whole tiles of 16 slots; positions and slots differ only where blocks are not whole tiles.
+    let block_slots = kv.block_tokens.next_multiple_of(LANES);
+    let slot_of = |key: usize| key / kv.block_tokens * block_slots + key % kv.block_tokens;
+    let slots = slot_of(keys - 1) + 1;
+    let score_stride = slots.next_multiple_of(LANES) + LANES;
+
+    Workspace::grow(&mut workspace.queries, dim * count);
+    for row in 0..count {
+        // SAFETY: the query was prepared in an earlier phase; nobody writes it now.
+        let query = unsafe { layer.qkv.part(row_start(row), dim) };
+        for (d, value) in query.iter().enumerate() {
+            workspace.queries[d * count + row] = *value;
+        }
+    }
+
+    Workspace::grow(&mut workspace.scores, count * score_stride);
+    let tile_fn = gemm::dense(layer.isa, kv.element, count);
+    let key_stride = LANES * kv.element.bytes();
+    let key_tile = |slot: usize| {
+        let block = sequence.blocks[slot / block_slots] as usize;
+        kv.key_tile(layer.index, block, kv_head, slot % block_slots)
+    };
+    let mut slot = 0;
+    while slot < slots {
+        let second = if slot + LANES < slots { slot + LANES } else { slot };
+        let tile = Tile {
+            w0: key_tile(slot),
+            w1: key_tile(second),
+            stride: key_stride,
+            cols: dim,
+            x: workspace.queries.as_ptr(),
+            // SAFETY: a row of scores has room for the second tile of the last pair.
+            out: unsafe { workspace.scores.as_mut_ptr().add(slot) },
+            out_stride: score_stride,
+            accumulate: false,
+            scales: std::ptr::null(),
+            zeros: std::ptr::null(),
+            group: 0,
+        };
+        // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
+        unsafe { tile_fn(&tile) };
+        slot += 2 * LANES;
+    }
+
+    Workspace::grow(&mut workspace.weights, slots.next_multiple_of(LANES) * count);
+    let mut inverse_sums = [0f32; MAX_TILE];
+    for row in 0..count {
+        let scores = &mut workspace.scores[row * score_stride..][..slots.next_multiple_of(LANES)];
+        let valid = slot_of(position(row)) + 1;
+        inverse_sums[row] = 1.0
+            / softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, &mut workspace.weights[row..]);
+    }
+
+    Workspace::grow(&mut workspace.outputs, count * kv.value_stride);
+    workspace.outputs[..count * kv.value_stride].fill(0.0);
+    let value_bytes = kv.element.bytes();
+    let mut slot = 0;
+    while slot < slots {
+        let block = sequence.blocks[slot / block_slots] as usize;
+        let base = kv.value_row(layer.index, block, kv_head, 0);
+        for d in (0..kv.value_stride).step_by(2 * LANES) {
+            // SAFETY: value rows are padded to whole panels; the block's rows follow each other.
+            let tile = unsafe {
+                Tile {
+                    w0: base.add(d * value_bytes),
+                    w1: base.add((d + LANES) * value_bytes),
+                    stride: kv.value_stride * value_bytes,
+                    cols: block_slots.min(slots - slot),
+                    x: workspace.weights.as_ptr().add(slot * count),
+                    out: workspace.outputs.as_mut_ptr().add(d),
+                    out_stride: kv.value_stride,
+                    accumulate: true,
+                    scales: std::ptr::null(),
+                    zeros: std::ptr::null(),
+                    group: 0,
+                }
+            };
+            // SAFETY: as above; outputs hold `count` rows of value_stride.
+            unsafe { tile_fn(&tile) };
+        }
+        slot += block_slots;
+    }
+
+    for row in 0..count {
+        let output = &mut workspace.outputs[row * kv.value_stride..][..dim];
+        output.iter_mut().for_each(|value| *value *= inverse_sums[row]);
+        if spec.output_gate {
+            // SAFETY: the gate lies after the query; nobody writes it now.
+            let gate = unsafe { layer.qkv.part(row_start(row) + dim, dim) };
+            for (value, gate) in output.iter_mut().zip(gate.iter()) {
+                *value *= lanes::sigmoid::<A>(*gate);
+            }
+        }
+        let head = kv_head * group + (first + row) % group;
+        // SAFETY: this item alone writes this row's columns of this head.
+        unsafe { layer.output.write(sequence.first_row + (first + row) / group, head * dim, output) };
+    }
+}
+
+/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum.
+#[inline(always)]
+fn softmax<A: Arch>(
+    scores: &mut [f32],
+    valid: usize,
+    block_tokens: usize,
+    block_slots: usize,
+    stride: usize,
+    out: &mut [f32],
+) -> f32 {
+    scores[valid..].fill(f32::NEG_INFINITY);
+    if block_slots != block_tokens {
+        for block in scores.chunks_mut(block_slots) {
+            let end = block_tokens.min(block.len());
+            block[end..].fill(f32::NEG_INFINITY);
+        }
+    }
+    let mut largest: Lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in scores.chunks_exact(LANES) {
+        for i in 0..LANES {
+            largest[i] = if chunk[i] > largest[i] { chunk[i] } else { largest[i] };
+        }
+    }
+    let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let mut sums: Lanes = [0.0; LANES];
+    for (chunk, out) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)) {
+        let mut weights: Lanes = [0.0; LANES];
+        for i in 0..LANES {
+            weights[i] = lanes::exp::<A>(chunk[i] - largest);
+            sums[i] += weights[i];
+        }
+        for (slot, weight) in out.iter_mut().step_by(stride).zip(weights) {
+            *slot = weight;
+        }
+    }
+    lanes::add_up(sums)
+}

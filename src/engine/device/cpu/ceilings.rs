@@ -1,0 +1,125 @@
+//! What this CPU can do at most with the given threads: read and copy bandwidth, multiply-add rate.
+//!
+//! A figure is the best over several kernels, sizes and page kinds, since a ceiling is what anything could reach.
+
+use std::time::Instant;
+
+use super::isa::{Arch, Isa, LANES, Work, fma};
+use super::memory::{Buffer, Shared};
+use super::pool::Pool;
+use crate::Result;
+use crate::engine::account::Ceilings;
+use crate::engine::config::CpuMath;
+
+/// Sizes of the block read, in MiB: well beyond any L3, and that of a small model.
+const READ_MIB: [usize; 2] = [512, 256];
+
+/// Measures all ceilings; about two seconds.
+pub fn measure(pool: &mut Pool, isa: Isa, _math: CpuMath) -> Result<Ceilings> {
+    let mut read = 0f64;
+    for mib in READ_MIB {
+        let buffer = Buffer::zeroed(mib << 20)?;
+        fill(pool, &buffer);
+        for _ in 0..5 {
+            read = read.max(read_rate(pool, isa, &buffer));
+        }
+    }
+    let (from, to) = (Buffer::zeroed(256 << 20)?, Buffer::zeroed(256 << 20)?);
+    fill(pool, &from);
+    fill(pool, &to);
+    let copy = (0..5).map(|_| copy_rate(pool, &from, &to)).fold(0.0, f64::max);
+    let flops = (0..5).map(|_| flop_rate(pool, isa)).fold(0.0, f64::max);
+    Ok(Ceilings {
+        read_bytes_per_s: read,
+        copy_bytes_per_s: copy,
+        flops_per_s: flops,
+        launch_s: 0.0,
+        measured: true,
+    })
+}
+
+/// Touches every page from the thread that will read it.
+fn fill(pool: &mut Pool, buffer: &Buffer) {
+    let base = Shared(buffer.as_mut_ptr());
+    for_each_share(pool, buffer.len(), &|start, len| {
+        // SAFETY: shares are disjoint parts of the buffer.
+        unsafe { base.part(start, len) }.fill(1);
+    });
+}
+
+fn for_each_share(pool: &mut Pool, len: usize, body: &(dyn Fn(usize, usize) + Sync)) {
+    let threads = pool.threads();
+    let share = (len / threads) & !4095;
+    pool.run(&|thread| body(thread * share, share));
+}
+
+struct ReadAll<'a>(&'a [f32]);
+
+impl Work for ReadAll<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<A: Arch>(self) -> f32 {
+        let mut sums = [[0f32; LANES]; 4];
+        for chunk in self.0.chunks_exact(4 * LANES) {
+            for (part, sum) in sums.iter_mut().enumerate() {
+                for lane in 0..LANES {
+                    sum[lane] += chunk[part * LANES + lane];
+                }
+            }
+        }
+        sums.iter().flatten().sum()
+    }
+}
+
+fn read_rate(pool: &mut Pool, isa: Isa, buffer: &Buffer) -> f64 {
+    let base = Shared(buffer.as_mut_ptr().cast::<f32>());
+    let start = Instant::now();
+    for_each_share(pool, buffer.len(), &|start, len| {
+        // SAFETY: the buffer is only read.
+        let part = unsafe { &*base.part(start / 4, len / 4) };
+        std::hint::black_box(isa.run(ReadAll(part)));
+    });
+    buffer.len() as f64 / start.elapsed().as_secs_f64()
+}
+
+fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {
+    let (source, target) = (Shared(from.as_mut_ptr()), Shared(to.as_mut_ptr()));
+    let start = Instant::now();
+    for_each_share(pool, from.len(), &|start, len| {
+        // SAFETY: shares are disjoint parts of two buffers.
+        unsafe { target.part(start, len).copy_from_slice(source.part(start, len)) };
+    });
+    2.0 * from.len() as f64 / start.elapsed().as_secs_f64()
+}
+
+struct MultiplyAdd(usize);
+
+impl Work for MultiplyAdd {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<A: Arch>(self) -> f32 {
+        let mut sums = [[1f32; LANES]; 12];
+        let factor = std::hint::black_box(0.999f32);
+        let term = std::hint::black_box(0.001f32);
+        for _ in 0..self.0 {
+            for sum in &mut sums {
+                for lane in sum {
+                    *lane = fma::<A>(*lane, factor, term);
+                }
+            }
+        }
+        sums.iter().flatten().sum()
+    }
+}
+
+fn flop_rate(pool: &mut Pool, isa: Isa) -> f64 {
+    let rounds = 1_000_000;
+    let threads = pool.threads();
+    let start = Instant::now();
+    pool.run(&|_| {
+        std::hint::black_box(isa.run(MultiplyAdd(rounds)));
+    });
+    (rounds * threads * 12 * LANES * 2) as f64 / start.elapsed().as_secs_f64()
+}

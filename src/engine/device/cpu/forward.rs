@@ -1,0 +1,389 @@
+//! One step through the layers: embedding, mixers, MLPs. The residual stream is f32, [rows][hidden].
+//!
+//! A layer is six parallel phases: norm and products into the mixer, the mixer, its output product added to the residual
+//! stream, norm and gate and up products joined by SiLU, the down product. Every matrix is read once a step.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::attention::{self, Attend, Prepare, RopeTable};
+use super::batch::Batch;
+use super::cache::{KvPool, StatePool};
+use super::delta::{self, Mix};
+use super::gemm::{Activations, MAX_TILE, Packed, Product, for_each_tile, max_tile};
+use super::isa::{Arch, Isa, Work};
+use super::lanes;
+use super::matrix::{Matrix, PANEL};
+use super::memory::{Scratch, Shared};
+use super::model::{LayerWeights, MixerWeights, Weights};
+use super::pool::Pool;
+use super::trace::Trace;
+use crate::Result;
+
+/// Buffers of a session, grown to the largest step seen.
+#[derive(Default)]
+pub struct Buffers {
+    /// Residual stream.
+    pub x: Scratch<f32>,
+    /// What the input products of a mixer give.
+    mixed: Scratch<f32>,
+    pub normed: Activations,
+    mixer_out: Activations,
+    mlp: Activations,
+    threads: Vec<ThreadSpace>,
+}
+
+/// Buffers of one thread.
+#[derive(Default)]
+struct ThreadSpace {
+    row: Vec<f32>,
+    attention: attention::Workspace,
+    delta: delta::Workspace,
+}
+
+/// Everything a step needs.
+pub struct Forward<'a> {
+    pub pool: &'a mut Pool,
+    pub weights: &'a Weights,
+    pub buffers: &'a mut Buffers,
+    pub kv: Option<&'a KvPool>,
+    pub state: Option<&'a StatePool>,
+    pub rope: &'a RopeTable,
+    pub batch: &'a Batch,
+    pub trace: &'a mut Trace,
+    /// (layer << 32 | row) of the first residual row found not finite; all ones when none was.
+    pub not_finite: AtomicU64,
+}
+
+pub type TileResult = [[f32; PANEL]; MAX_TILE];
+
+impl Forward<'_> {
+    fn isa(&self) -> Isa {
+        self.weights.isa
+    }
+
+    /// Runs all layers; the residual stream is left in `buffers.x`.
+    pub fn run(&mut self, tokens: &[u32]) -> Result<()> {
+        let weights = self.weights;
+        let hidden = weights.spec().hidden_size;
+        self.buffers.threads.resize_with(self.pool.threads(), ThreadSpace::default);
+        self.buffers.x.reserve(self.batch.rows * hidden)?;
+        let x = self.buffers.x.ptr();
+        let started = self.trace.start();
+        self.pool.split(self.batch.rows, grain(self.batch.rows, 4), &|rows, _| {
+            for row in rows {
+                // SAFETY: one thread writes a row.
+                let out = unsafe { x.part(row * hidden, hidden) };
+                weights.embedding.read_row(tokens[row] as usize, out);
+            }
+        });
+        self.trace.end("embed", started, (self.batch.rows * hidden * 2) as u64, 0);
+        let (mut attention, mut delta) = (0, 0);
+        for (index, layer) in weights.layers.iter().enumerate() {
+            match &layer.mixer {
+                MixerWeights::Attention { small, inputs, output } => {
+                    let packed = self.attention(index, attention, layer, small, inputs)?;
+                    self.add_product("attention_out", output, &packed);
+                    attention += 1;
+                }
+                MixerWeights::DeltaNet { small, inputs, output } => {
+                    let packed = self.delta_net(index, delta, layer, small, inputs)?;
+                    self.add_product("delta_out", output, &packed);
+                    delta += 1;
+                }
+            }
+            self.mlp(index, layer)?;
+        }
+        Ok(())
+    }
+
+    /// Norm of the given rows of the residual stream (all, or those listed), packed for a product.
+    pub fn norm(&mut self, layer: usize, weight: &[f32], rows: Option<&[usize]>) -> Result<Packed> {
+        let (isa, math) = (self.isa(), self.weights.math);
+        let spec = self.weights.spec();
+        let (hidden, eps) = (spec.hidden_size, spec.norm_eps);
+        let count = rows.map_or(self.batch.rows, <[usize]>::len);
+        let packed = self.buffers.normed.shape(isa, math, count, hidden)?;
+        let x = self.buffers.x.ptr();
+        let space = Shared(self.buffers.threads.as_mut_ptr());
+        let not_finite = &self.not_finite;
+        // A few rows are normed sooner by one thread than a phase is handed over.
+        let grain = if count * hidden <= 16 * 1024 { count } else { grain(count, 8 * self.pool.threads()) };
+        self.pool.split(count, grain, &|range, thread| {
+            // SAFETY: each thread has its own space.
+            let space = unsafe { &mut space.part(thread, 1)[0] };
+            space.row.resize(hidden, 0.0);
+            for index in range {
+                let row = rows.map_or(index, |rows| rows[index]);
+                // SAFETY: the residual stream is only read in this phase.
+                let x = unsafe { x.part(row * hidden, hidden) };
+                let norm = NormRow { x, weight, eps, out: &mut space.row, packed: &packed, row: index };
+                if !isa.run(norm).is_finite() {
+                    not_finite.fetch_min((layer as u64) << 32 | row as u64, Ordering::Relaxed);
+                }
+            }
+        });
+        Ok(packed)
+    }
+
+    /// Products of `packed` with several matrices side by side: row r of the result is [first | second | ...].
+    fn products(
+        &mut self,
+        name: &'static str,
+        matrices: &[Matrix],
+        packed: &Packed,
+    ) -> Result<(Shared<f32>, usize)> {
+        let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+        self.buffers.mixed.reserve(packed.tiling.rows * width)?;
+        let out = self.buffers.mixed.ptr();
+        let started = self.trace.start();
+        let mut parts = Vec::with_capacity(matrices.len());
+        let (mut panels, mut column) = (0, 0);
+        for matrix in matrices {
+            parts.push((panels, column, Product::new(self.isa(), matrix, *packed)));
+            panels += matrix.panels();
+            column += matrix.rows;
+        }
+        for_each_tile(self.pool, packed, panels, &|panel, tile| {
+            let which = parts.partition_point(|part| part.0 <= panel) - 1;
+            let (first, column, product) = &parts[which];
+            store_tile(product, matrices[which].rows, panel - first, tile, packed, out, width, *column);
+        });
+        self.trace.products(name, started, matrices.iter(), packed.tiling.rows);
+        Ok((out, width))
+    }
+
+    /// Adds the product to the residual stream.
+    fn add_product(&mut self, name: &'static str, matrix: &Matrix, packed: &Packed) {
+        let started = self.trace.start();
+        let product = Product::new(self.isa(), matrix, *packed);
+        let x = self.buffers.x.ptr();
+        for_each_tile(self.pool, packed, matrix.panels(), &|panel, tile| {
+            let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
+            product.tile(panel, tile, &mut result);
+            let (start, count) = packed.tiling.tile(tile);
+            let rows = PANEL.min(matrix.rows - panel * PANEL);
+            for (t, result) in result.iter().enumerate().take(count) {
+                // SAFETY: one thread computes a panel's tile and owns these elements.
+                let to = unsafe { x.part((start + t) * matrix.rows + panel * PANEL, rows) };
+                for (to, value) in to.iter_mut().zip(result) {
+                    *to += value;
+                }
+            }
+        });
+        self.trace.products(name, started, std::iter::once(matrix), packed.tiling.rows);
+    }
+
+    fn attention(
+        &mut self,
+        layer_index: usize,
+        index: usize,
+        layer: &LayerWeights,
+        small: &attention::AttentionWeights,
+        inputs: &[Matrix],
+    ) -> Result<Packed> {
+        let spec = self.weights.spec();
+        let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        let (qkv, width) = self.products("attention_in", inputs, &packed)?;
+        let attention = &spec.attention;
+        let size = attention.heads * attention.head_dim;
+        let output = self.buffers.mixer_out.shape(self.isa(), self.weights.math, self.batch.rows, size)?;
+        let Some(kv) = self.kv else { return Ok(output) };
+        let shared = attention::Layer {
+            spec: attention,
+            eps: spec.norm_eps,
+            weights: small,
+            rope: self.rope,
+            kv,
+            index,
+            qkv,
+            width,
+            output,
+            isa: self.isa(),
+        };
+        let batch = self.batch;
+        let started = self.trace.start();
+        let owners = owners(batch);
+        self.pool.split(batch.rows, grain(batch.rows, 4), &|rows, _| {
+            for row in rows {
+                let sequence = &batch.sequences[owners[row]];
+                let token = row - sequence.first_row;
+                shared.isa.run(Prepare { layer: &shared, sequence, token });
+            }
+        });
+        let group = attention.heads / attention.kv_heads;
+        let step = (max_tile(self.isa()) / group).max(1);
+        let mut items = Vec::new();
+        for (which, sequence) in batch.sequences.iter().enumerate() {
+            for kv_head in 0..attention.kv_heads {
+                for start in (0..sequence.tokens()).step_by(step) {
+                    items.push((which, kv_head, start..(start + step).min(sequence.tokens())));
+                }
+            }
+        }
+        // The longest contexts first, so that none is left to the end of the phase.
+        items.sort_by_key(|item| std::cmp::Reverse(batch.sequences[item.0].context + item.2.end));
+        let space = Shared(self.buffers.threads.as_mut_ptr());
+        self.pool.split(items.len(), 1, &|range, thread| {
+            // SAFETY: each thread has its own space.
+            let space = unsafe { &mut space.part(thread, 1)[0] };
+            for (which, kv_head, tokens) in &items[range] {
+                shared.isa.run(Attend {
+                    layer: &shared,
+                    sequence: &batch.sequences[*which],
+                    kv_head: *kv_head,
+                    tokens: tokens.clone(),
+                    workspace: &mut space.attention,
+                });
+            }
+        });
+        self.trace.attention(started, batch, attention, kv.element.bytes());
+        Ok(output)
+    }
+
+    fn delta_net(
+        &mut self,
+        layer_index: usize,
+        index: usize,
+        layer: &LayerWeights,
+        small: &delta::DeltaWeights,
+        inputs: &[Matrix],
+    ) -> Result<Packed> {
+        let spec = self.weights.spec();
+        let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        let (projections, width) = self.products("delta_in", inputs, &packed)?;
+        let size = spec.delta_net.as_ref().map_or(0, |delta| delta.value_size());
+        let output = self.buffers.mixer_out.shape(self.isa(), self.weights.math, self.batch.rows, size)?;
+        let (Some(delta), Some(state)) = (&spec.delta_net, self.state) else { return Ok(output) };
+        let shared = delta::Layer {
+            spec: delta,
+            eps: spec.norm_eps,
+            weights: small,
+            state,
+            index,
+            inputs: projections,
+            width,
+            output,
+            isa: self.isa(),
+        };
+        let batch = self.batch;
+        let started = self.trace.start();
+        let space = Shared(self.buffers.threads.as_mut_ptr());
+        self.pool.split(batch.sequences.len() * delta.key_heads, 1, &|items, thread| {
+            // SAFETY: each thread has its own space.
+            let space = unsafe { &mut space.part(thread, 1)[0] };
+            for item in items {
+                let sequence = &batch.sequences[item / delta.key_heads];
+                let key_head = item % delta.key_heads;
+                shared.isa.run(Mix { layer: &shared, sequence, key_head, workspace: &mut space.delta });
+            }
+        });
+        self.trace.delta_net(started, batch, delta, state.element.bytes());
+        Ok(output)
+    }
+
+    fn mlp(&mut self, layer_index: usize, layer: &LayerWeights) -> Result<()> {
+        let isa = self.isa();
+        let packed = self.norm(layer_index, &layer.post_norm, None)?;
+        let size = layer.gate.rows;
+        let joined = self.buffers.mlp.shape(isa, self.weights.math, self.batch.rows, size)?;
+        let started = self.trace.start();
+        let gate = Product::new(isa, &layer.gate, packed);
+        let up = Product::new(isa, &layer.up, packed);
+        for_each_tile(self.pool, &packed, layer.gate.panels(), &|panel, tile| {
+            let mut results: [TileResult; 2] = [[[0.0; PANEL]; MAX_TILE]; 2];
+            gate.tile(panel, tile, &mut results[0]);
+            up.tile(panel, tile, &mut results[1]);
+            let (start, count) = packed.tiling.tile(tile);
+            let columns = PANEL.min(size - panel * PANEL);
+            let [gate, up] = &mut results;
+            isa.run(SwiGlu { gate, up, start, count, column: panel * PANEL, columns, joined: &joined });
+        });
+        self.trace.products("mlp_in", started, [&layer.gate, &layer.up].into_iter(), packed.tiling.rows);
+        self.add_product("mlp_out", &layer.down, &joined);
+        Ok(())
+    }
+}
+
+/// Items a thread takes at a time so that there are about `parts` runs.
+fn grain(items: usize, parts: usize) -> usize {
+    items.div_ceil(parts.max(1)).max(1)
+}
+
+/// The sequence each row belongs to.
+fn owners(batch: &Batch) -> Vec<usize> {
+    let mut owners = Vec::with_capacity(batch.rows);
+    for (which, sequence) in batch.sequences.iter().enumerate() {
+        owners.extend(std::iter::repeat_n(which, sequence.tokens()));
+    }
+    owners
+}
+
+/// Computes one tile and stores it at its rows, `column` on.
+#[allow(clippy::too_many_arguments)]
+pub fn store_tile(
+    product: &Product<'_>,
+    matrix_rows: usize,
+    panel: usize,
+    tile: usize,
+    packed: &Packed,
+    out: Shared<f32>,
+    width: usize,
+    column: usize,
+) {
+    let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
+    product.tile(panel, tile, &mut result);
+    let (start, count) = packed.tiling.tile(tile);
+    let rows = PANEL.min(matrix_rows - panel * PANEL);
+    for (t, result) in result.iter().enumerate().take(count) {
+        // SAFETY: one thread computes a panel's tile and owns these elements.
+        let to = unsafe { out.part((start + t) * width + column + panel * PANEL, rows) };
+        to.copy_from_slice(&result[..rows]);
+    }
+}
+
+struct NormRow<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    out: &'a mut [f32],
+    packed: &'a Packed,
+    row: usize,
+}
+
+impl Work for NormRow<'_> {
+    /// The sum of squares.
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<A: Arch>(self) -> f32 {
+        let squares = lanes::rms_norm::<A>(self.x, self.weight, self.eps, self.out);
+        // SAFETY: one thread packs a row.
+        unsafe { self.packed.write(self.row, 0, self.out) };
+        squares
+    }
+}
+
+struct SwiGlu<'a> {
+    gate: &'a mut TileResult,
+    up: &'a TileResult,
+    start: usize,
+    count: usize,
+    column: usize,
+    columns: usize,
+    joined: &'a Packed,
+}
+
+impl Work for SwiGlu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<A: Arch>(self) {
+        for t in 0..self.count {
+            for i in 0..PANEL {
+                self.gate[t][i] = lanes::silu::<A>(self.gate[t][i]) * self.up[t][i];
+            }
+            // SAFETY: one thread computes a panel's tile and owns these columns of its rows.
+            unsafe { self.joined.write(self.start + t, self.column, &self.gate[t][..self.columns]) };
+        }
+    }
+}

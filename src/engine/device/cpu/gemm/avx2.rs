@@ -1,0 +1,188 @@
+//! AVX2 tiles: registers of 8 rows, up to six tokens. One or two tokens take all 32 rows at once; more take 16 rows at a
+//! time (12 sums fit the 16 registers), the second half of a panel then comes from the L1.
+
+use std::arch::x86_64::*;
+
+use super::{Element, Tile, TileFn};
+
+pub fn dense(element: Element, tokens: usize) -> TileFn {
+    match element {
+        Element::F32 => pick::<0>(tokens),
+        Element::F16 => pick::<1>(tokens),
+        Element::Bf16 => pick::<2>(tokens),
+        Element::Bf16Pairs => pick::<3>(tokens),
+    }
+}
+
+fn pick<const E: u8>(tokens: usize) -> TileFn {
+    [
+        dense_tile::<E, 1, 4>,
+        dense_tile::<E, 2, 4>,
+        dense_tile::<E, 3, 2>,
+        dense_tile::<E, 4, 2>,
+        dense_tile::<E, 5, 2>,
+        dense_tile::<E, 6, 2>,
+    ][tokens - 1]
+}
+
+pub fn int4(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
+    match (zero_points, bf16_scales) {
+        (false, false) => pick_int4::<false, false>(tokens),
+        (false, true) => pick_int4::<false, true>(tokens),
+        (true, false) => pick_int4::<true, false>(tokens),
+        (true, true) => pick_int4::<true, true>(tokens),
+    }
+}
+
+fn pick_int4<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
+    [
+        int4_tile::<Z, B, 1>,
+        int4_tile::<Z, B, 2>,
+        int4_tile::<Z, B, 3>,
+        int4_tile::<Z, B, 4>,
+        int4_tile::<Z, B, 5>,
+        int4_tile::<Z, B, 6>,
+    ][tokens - 1]
+}
+
+/// Eight elements of one column, widened.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn load<const E: u8>(at: *const u8) -> __m256 {
+    // SAFETY: eight elements are readable at `at`, by the contract of `TileFn`.
+    unsafe {
+        match E {
+            0 => _mm256_loadu_ps(at.cast()),
+            1 => _mm256_cvtph_ps(_mm_loadu_si128(at.cast())),
+            _ => {
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+            }
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_column<const T: usize, const V: usize>(
+    sums: &mut [[__m256; V]; T],
+    weights: &[__m256; V],
+    x: *const f32,
+) {
+    for (t, sum) in sums.iter_mut().enumerate() {
+        // SAFETY: T activations are readable at `x`, by the contract of `TileFn`.
+        let x = _mm256_set1_ps(unsafe { *x.add(t) });
+        for (sum, weight) in sum.iter_mut().zip(weights) {
+            *sum = _mm256_fmadd_ps(*weight, x, *sum);
+        }
+    }
+}
+
+/// V registers of 8 rows at a time: 4 is a whole panel, 2 is half of one.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
+    let size = if E == 0 { 4 } else { 2 };
+    for pass in 0..4 / V {
+        // SAFETY: the contract of `TileFn` covers every access below.
+        unsafe {
+            let out = tile.out.add(pass * 8 * V);
+            let mut sums = [[_mm256_setzero_ps(); V]; T];
+            if tile.accumulate {
+                for (t, sum) in sums.iter_mut().enumerate() {
+                    for (v, sum) in sum.iter_mut().enumerate() {
+                        *sum = _mm256_loadu_ps(out.add(t * tile.out_stride + 8 * v));
+                    }
+                }
+            }
+            // Register v of this pass holds rows 8 * (pass * V + v)..: of the first half of the panel, or the second.
+            let half = |v: usize| if pass * V + v < 2 { tile.w0 } else { tile.w1 };
+            let within = |v: usize| (pass * V + v) % 2;
+            let mut weights = [_mm256_setzero_ps(); V];
+            if E == 3 {
+                let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+                let mut words = [_mm256_setzero_si256(); V];
+                for k in 0..tile.cols.div_ceil(2) {
+                    for v in 0..V {
+                        words[v] = _mm256_loadu_si256(half(v).add(k * tile.stride + 32 * within(v)).cast());
+                        weights[v] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words[v]));
+                    }
+                    add_column(&mut sums, &weights, tile.x.add(2 * k * T));
+                    for v in 0..V {
+                        weights[v] = _mm256_castsi256_ps(_mm256_and_si256(words[v], odd));
+                    }
+                    add_column(&mut sums, &weights, tile.x.add((2 * k + 1) * T));
+                }
+            } else {
+                for k in 0..tile.cols {
+                    for (v, weight) in weights.iter_mut().enumerate() {
+                        *weight = load::<E>(half(v).add(k * tile.stride + 8 * size * within(v)));
+                    }
+                    add_column(&mut sums, &weights, tile.x.add(k * T));
+                }
+            }
+            for (t, sum) in sums.iter().enumerate() {
+                for (v, sum) in sum.iter().enumerate() {
+                    _mm256_storeu_ps(out.add(t * tile.out_stride + 8 * v), *sum);
+                }
+            }
+        }
+    }
+}
+
+/// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total; 16 rows at a time.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
+    for (half, base) in [tile.w0, tile.w1].into_iter().enumerate() {
+        // SAFETY: the contract of `TileFn` covers every access below.
+        unsafe {
+            let out = tile.out.add(16 * half);
+            let mut total = [[0f32; 16]; T];
+            if tile.accumulate {
+                for (t, total) in total.iter_mut().enumerate() {
+                    *total = out.add(t * tile.out_stride).cast::<[f32; 16]>().read_unaligned();
+                }
+            }
+            let low_nibble = _mm256_set1_epi32(15);
+            for g in 0..tile.cols / tile.group {
+                let mut zeros = [_mm256_set1_ps(8.0); 2];
+                if Z {
+                    for (v, zero) in zeros.iter_mut().enumerate() {
+                        let pairs = _mm_loadl_epi64(tile.zeros.add(16 * g + 8 * v).cast());
+                        let words = _mm256_cvtepu8_epi32(pairs);
+                        let nibbles = if half == 0 {
+                            _mm256_and_si256(words, low_nibble)
+                        } else {
+                            _mm256_srli_epi32::<4>(words)
+                        };
+                        *zero = _mm256_cvtepi32_ps(nibbles);
+                    }
+                }
+                let mut part = [[_mm256_setzero_ps(); 2]; T];
+                for block in g * tile.group / 8..(g + 1) * tile.group / 8 {
+                    let at = base.add(block * tile.stride);
+                    let words = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())];
+                    for i in 0..8 {
+                        let shift = _mm_cvtsi32_si128(4 * (i as i32 / 2 + 4 * (i as i32 % 2)));
+                        let mut weights = [_mm256_setzero_ps(); 2];
+                        for v in 0..2 {
+                            let nibbles = _mm256_and_si256(_mm256_srl_epi32(words[v], shift), low_nibble);
+                            weights[v] = _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), zeros[v]);
+                        }
+                        add_column(&mut part, &weights, tile.x.add((8 * block + i) * T));
+                    }
+                }
+                for v in 0..2 {
+                    let at = tile.scales.add(64 * g + 32 * half + 16 * v);
+                    let scale = if B { load::<2>(at) } else { load::<1>(at) };
+                    for (total, part) in total.iter_mut().zip(&part) {
+                        let at = total.as_mut_ptr().add(8 * v);
+                        _mm256_storeu_ps(at, _mm256_fmadd_ps(scale, part[v], _mm256_loadu_ps(at)));
+                    }
+                }
+            }
+            for (t, total) in total.iter().enumerate() {
+                out.add(t * tile.out_stride).cast::<[f32; 16]>().write_unaligned(*total);
+            }
+        }
+    }
+}

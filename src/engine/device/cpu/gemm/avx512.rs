@@ -1,0 +1,228 @@
+//! AVX-512 tiles: two registers of 16 rows, up to twelve tokens, 24 sums.
+//!
+//! Per column and token two fused multiply-adds with one broadcast, in column order. Widening is one conversion (f16), or a
+//! shift and a mask for a pair of bf16 columns.
+
+use std::arch::x86_64::*;
+
+use super::{Element, Tile, TileFn};
+
+/// How far ahead of the column at hand weights are prefetched, bytes: the panel after it is what follows in memory.
+const PREFETCH_BYTES: usize = 2048;
+
+pub fn dense(element: Element, tokens: usize) -> TileFn {
+    match element {
+        Element::F32 => pick::<0>(tokens),
+        Element::F16 => pick::<1>(tokens),
+        Element::Bf16 => pick::<2>(tokens),
+        Element::Bf16Pairs => pick::<3>(tokens),
+    }
+}
+
+fn pick<const E: u8>(tokens: usize) -> TileFn {
+    [
+        dense_tile::<E, 1>,
+        dense_tile::<E, 2>,
+        dense_tile::<E, 3>,
+        dense_tile::<E, 4>,
+        dense_tile::<E, 5>,
+        dense_tile::<E, 6>,
+        dense_tile::<E, 7>,
+        dense_tile::<E, 8>,
+        dense_tile::<E, 9>,
+        dense_tile::<E, 10>,
+        dense_tile::<E, 11>,
+        dense_tile::<E, 12>,
+    ][tokens - 1]
+}
+
+pub fn int4(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
+    match (zero_points, bf16_scales) {
+        (false, false) => pick_int4::<false, false>(tokens),
+        (false, true) => pick_int4::<false, true>(tokens),
+        (true, false) => pick_int4::<true, false>(tokens),
+        (true, true) => pick_int4::<true, true>(tokens),
+    }
+}
+
+fn pick_int4<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
+    [
+        int4_tile::<Z, B, 1>,
+        int4_tile::<Z, B, 2>,
+        int4_tile::<Z, B, 3>,
+        int4_tile::<Z, B, 4>,
+        int4_tile::<Z, B, 5>,
+        int4_tile::<Z, B, 6>,
+        int4_tile::<Z, B, 7>,
+        int4_tile::<Z, B, 8>,
+        int4_tile::<Z, B, 9>,
+        int4_tile::<Z, B, 10>,
+        int4_tile::<Z, B, 11>,
+        int4_tile::<Z, B, 12>,
+    ][tokens - 1]
+}
+
+type Sums<const T: usize> = [[__m512; 2]; T];
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_sums<const T: usize>(tile: &Tile) -> Sums<T> {
+    let mut sums = [[_mm512_setzero_ps(); 2]; T];
+    if tile.accumulate {
+        for (t, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: `out` holds T rows of 32, by the contract of `TileFn`.
+            unsafe {
+                let at = tile.out.add(t * tile.out_stride);
+                *sum = [_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(16))];
+            }
+        }
+    }
+    sums
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store_sums<const T: usize>(tile: &Tile, sums: &Sums<T>) {
+    for (t, sum) in sums.iter().enumerate() {
+        // SAFETY: as in `load_sums`.
+        unsafe {
+            let at = tile.out.add(t * tile.out_stride);
+            _mm512_storeu_ps(at, sum[0]);
+            _mm512_storeu_ps(at.add(16), sum[1]);
+        }
+    }
+}
+
+/// 16 elements of one column, widened.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load<const E: u8>(at: *const u8) -> __m512 {
+    // SAFETY: 16 elements are readable at `at`, by the contract of `TileFn`.
+    unsafe {
+        match E {
+            0 => _mm512_loadu_ps(at.cast()),
+            1 => _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())),
+            _ => {
+                let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+            }
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add_column<const T: usize>(sums: &mut Sums<T>, low: __m512, high: __m512, x: *const f32) {
+    for (t, sum) in sums.iter_mut().enumerate() {
+        // SAFETY: T activations are readable at `x`, by the contract of `TileFn`.
+        let x = _mm512_set1_ps(unsafe { *x.add(t) });
+        sum[0] = _mm512_fmadd_ps(low, x, sum[0]);
+        sum[1] = _mm512_fmadd_ps(high, x, sum[1]);
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
+    unsafe {
+        let mut sums = load_sums::<T>(tile);
+        let (mut w0, mut w1, mut x) = (tile.w0, tile.w1, tile.x);
+        if E == 3 {
+            let odd = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            for _ in 0..tile.cols.div_ceil(2) {
+                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(w1.wrapping_add(PREFETCH_BYTES).cast());
+                let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
+                let even_low = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(low));
+                let even_high = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(high));
+                add_column::<T>(&mut sums, even_low, even_high, x);
+                let odd_low = _mm512_castsi512_ps(_mm512_and_si512(low, odd));
+                let odd_high = _mm512_castsi512_ps(_mm512_and_si512(high, odd));
+                add_column::<T>(&mut sums, odd_low, odd_high, x.add(T));
+                w0 = w0.add(tile.stride);
+                w1 = w1.add(tile.stride);
+                x = x.add(2 * T);
+            }
+        } else {
+            for _ in 0..tile.cols {
+                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
+                add_column::<T>(&mut sums, load::<E>(w0), load::<E>(w1), x);
+                w0 = w0.add(tile.stride);
+                w1 = w1.add(tile.stride);
+                x = x.add(T);
+            }
+        }
+        store_sums(tile, &sums);
+    }
+}
+
+/// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total. A nibble becomes a float by one
+/// shift and one table look-up, whose index is the lowest four bits.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
+    unsafe {
+        // Without zero points every zero is 8, taken into the table.
+        let first = if Z { 0.0 } else { -8.0 };
+        let table = _mm512_add_ps(
+            _mm512_setr_ps(0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.),
+            _mm512_set1_ps(first),
+        );
+        let mut total = [[0f32; 32]; T];
+        if tile.accumulate {
+            for (t, total) in total.iter_mut().enumerate() {
+                *total = tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned();
+            }
+        }
+        let (mut w0, mut w1, mut x) = (tile.w0, tile.w1, tile.x);
+        for g in 0..tile.cols / tile.group {
+            let (mut zero_low, mut zero_high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+            if Z {
+                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(tile.zeros.add(16 * g).cast()));
+                zero_low = _mm512_cvtepi32_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(15)));
+                zero_high = _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(pairs));
+            }
+            let mut part = [[_mm512_setzero_ps(); 2]; T];
+            for _ in 0..tile.group / 8 {
+                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(w1.wrapping_add(PREFETCH_BYTES).cast());
+                let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
+                let mut column = |low: __m512i, high: __m512i, x: *const f32| {
+                    let mut low = _mm512_permutexvar_ps(low, table);
+                    let mut high = _mm512_permutexvar_ps(high, table);
+                    if Z {
+                        low = _mm512_sub_ps(low, zero_low);
+                        high = _mm512_sub_ps(high, zero_high);
+                    }
+                    add_column::<T>(&mut part, low, high, x);
+                };
+                column(low, high, x);
+                column(_mm512_srli_epi32::<16>(low), _mm512_srli_epi32::<16>(high), x.add(T));
+                column(_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high), x.add(2 * T));
+                column(_mm512_srli_epi32::<20>(low), _mm512_srli_epi32::<20>(high), x.add(3 * T));
+                column(_mm512_srli_epi32::<8>(low), _mm512_srli_epi32::<8>(high), x.add(4 * T));
+                column(_mm512_srli_epi32::<24>(low), _mm512_srli_epi32::<24>(high), x.add(5 * T));
+                column(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(6 * T));
+                column(_mm512_srli_epi32::<28>(low), _mm512_srli_epi32::<28>(high), x.add(7 * T));
+                w0 = w0.add(tile.stride);
+                w1 = w1.add(tile.stride);
+                x = x.add(8 * T);
+            }
+            let scales = tile.scales.add(64 * g);
+            let (scale_low, scale_high) = if B {
+                (load::<2>(scales), load::<2>(scales.add(32)))
+            } else {
+                (load::<1>(scales), load::<1>(scales.add(32)))
+            };
+            for (total, part) in total.iter_mut().zip(&part) {
+                let at = total.as_mut_ptr();
+                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_low, part[0], _mm512_loadu_ps(at)));
+                let at = at.add(16);
+                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_high, part[1], _mm512_loadu_ps(at)));
+            }
+        }
+        for (t, total) in total.iter().enumerate() {
+            tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total);
+        }
+    }
+}

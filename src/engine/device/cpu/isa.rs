@@ -1,0 +1,139 @@
+//! Which instructions this CPU has, found at run time, and how code is compiled for each set.
+//!
+//! Most loops here are written once over arrays of [`LANES`] floats and compiled once per instruction set:
+//! [`Isa::run`] calls a [`Work`] inside a function that has the set enabled, and everything it calls is inlined into it.
+//! Products of matrices are written with intrinsics instead (`gemm/`). Where the set has fused multiply-add, all sets
+//! give the same bits, since the order of additions is fixed by the source.
+
+use crate::{Error, Result};
+
+/// Width of every vectorised loop, whatever the registers' width: one AVX-512 register, two of AVX2, four of NEON.
+pub const LANES: usize = 16;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain Rust, which is NEON on aarch64.
+    Portable,
+}
+
+impl Isa {
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            let avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            if avx2 && avx512 {
+                return Self::Avx512;
+            }
+            if avx2 {
+                return Self::Avx2;
+            }
+        }
+        Self::Portable
+    }
+
+    /// Every set this CPU can run, best first.
+    pub fn available() -> Vec<Self> {
+        match Self::detect() {
+            Self::Avx512 => vec![Self::Avx512, Self::Avx2, Self::Portable],
+            Self::Avx2 => vec![Self::Avx2, Self::Portable],
+            Self::Portable => vec![Self::Portable],
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Avx512 => "AVX-512",
+            Self::Avx2 => "AVX2, FMA, F16C",
+            Self::Portable if cfg!(target_arch = "aarch64") => "NEON",
+            Self::Portable => "portable",
+        }
+    }
+
+    /// Runs `work` compiled for this set.
+    #[inline]
+    pub fn run<W: Work>(self, work: W) -> W::Output {
+        match self {
+            // SAFETY: a value of these variants comes from `detect`, which asked the CPU.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => unsafe { run_avx512(work) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => unsafe { run_avx2(work) },
+            _ => work.run::<Plain>(),
+        }
+    }
+}
+
+/// True where the CPU multiplies pairs of bf16 into f32 sums.
+pub fn has_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        Isa::detect() == Isa::Avx512 && is_x86_feature_detected!("avx512bf16")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
+/// # Errors
+/// `cpu_math = bf16` on a CPU without bf16 products.
+pub fn require_bf16() -> Result<()> {
+    if has_bf16() {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        format!("cpu_math = bf16 needs a CPU with AVX512-BF16; this one has {}", Isa::detect().name()),
+        "set cpu_math=f32",
+    ))
+}
+
+/// A loop to be compiled for several instruction sets. `run` and everything it calls must be `#[inline(always)]`.
+pub trait Work {
+    type Output;
+    fn run<A: Arch>(self) -> Self::Output;
+}
+
+/// What the source must know of the set it is compiled for.
+pub trait Arch {
+    /// Fused multiply-add is one instruction, not a library call.
+    const FMA: bool;
+}
+
+pub struct Fused;
+impl Arch for Fused {
+    const FMA: bool = true;
+}
+
+pub struct Plain;
+impl Arch for Plain {
+    const FMA: bool = cfg!(target_arch = "aarch64");
+}
+
+/// a * b + c, rounded once where the set can.
+#[inline(always)]
+pub fn fma<A: Arch>(a: f32, b: f32, c: f32) -> f32 {
+    if A::FMA { a.mul_add(b, c) } else { a * b + c }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn run_avx512<W: Work>(work: W) -> W::Output {
+    work.run::<Fused>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn run_avx2<W: Work>(work: W) -> W::Output {
+    work.run::<Fused>()
+}

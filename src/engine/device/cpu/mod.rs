@@ -1,0 +1,135 @@
+//! The CPU device: SIMD and threads over weights kept in 16 bits or 4, every matrix read once a step.
+//!
+//! - [`matrix`] packs weights, [`gemm`] multiplies them: one order of additions for every batch size, so that in f32 a
+//!   row has the same bits whatever else is in the batch.
+//! - [`attention`] and [`delta`] mix tokens over the pools of [`cache`].
+//! - [`forward`] runs the layers, [`output`] the head and sampling, [`session`] the queue of steps.
+//! - [`isa`] chooses instructions at run time, [`pool`] hands phases to threads, [`ceilings`] measures the machine.
+
+mod attention;
+mod batch;
+mod cache;
+pub mod ceilings;
+mod delta;
+mod forward;
+mod gemm;
+pub mod isa;
+mod lanes;
+mod matrix;
+mod memory;
+mod model;
+mod output;
+mod pool;
+mod session;
+mod trace;
+
+use std::sync::{Arc, Mutex};
+
+use self::isa::Isa;
+use self::model::{CpuModel, lock};
+use self::pool::Pool;
+use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model};
+use crate::engine::account::Ceilings;
+use crate::engine::config::{CacheDtype, CpuMath};
+use crate::engine::model::layout::ModelLayout;
+use crate::engine::model::weights::WeightSource;
+use crate::{Error, Result};
+
+pub struct CpuDevice {
+    info: DeviceInfo,
+    pool: Arc<Mutex<Pool>>,
+    threads: usize,
+    /// Arithmetic of the model loaded last: ceilings are given for it.
+    math: CpuMath,
+    ceilings: Option<(CpuMath, usize, Ceilings)>,
+}
+
+impl CpuDevice {
+    /// `threads`: workers, the calling thread included; `None` is one a core.
+    pub fn new(threads: Option<usize>) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let threads = threads.unwrap_or(cores);
+        if threads == 0 || threads > 1024 {
+            return Err(Error::invalid(
+                format!("threads = {threads} is out of bounds"),
+                format!("threads must be 1 to 1024; this machine has {cores} cores"),
+            ));
+        }
+        let isa = Isa::detect();
+        let name = cpu_name();
+        let info = DeviceInfo {
+            kind: DeviceKind::Cpu,
+            id: "cpu".to_string(),
+            name: name.clone(),
+            memory_bytes: memory::memory_bytes().0,
+            facts: vec![
+                ("cpu".to_string(), name),
+                ("cores".to_string(), cores.to_string()),
+                ("threads".to_string(), threads.to_string()),
+                ("instructions".to_string(), isa.name().to_string()),
+                ("bf16 products".to_string(), if isa::has_bf16() { "yes" } else { "no" }.to_string()),
+                ("huge pages".to_string(), huge_pages()),
+            ],
+        };
+        let pool = Arc::new(Mutex::new(Pool::new(threads)));
+        Ok(Self { info, pool, threads, math: CpuMath::F32, ceilings: None })
+    }
+}
+
+/// The CPU's model name as the system gives it.
+fn cpu_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}
+
+/// The system's setting for huge pages, `unknown` where it has none.
+fn huge_pages() -> String {
+    let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    let chosen = setting.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    chosen.map_or_else(|| "unknown".to_string(), |(chosen, _)| chosen.to_string())
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn free_bytes(&self) -> u64 {
+        memory::memory_bytes().1
+    }
+
+    fn ceilings(&mut self) -> Result<Ceilings> {
+        let mut pool = lock(&self.pool);
+        let threads = pool.threads();
+        match self.ceilings {
+            Some((math, of_threads, ceilings)) if math == self.math && of_threads == threads => Ok(ceilings),
+            _ => {
+                let ceilings = ceilings::measure(&mut pool, Isa::detect(), self.math)?;
+                self.ceilings = Some((self.math, threads, ceilings));
+                Ok(ceilings)
+            }
+        }
+    }
+
+    fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {
+        (CacheDtype::F32, CacheDtype::F32)
+    }
+
+    fn load(
+        &mut self,
+        layout: &ModelLayout,
+        source: &WeightSource,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Box<dyn Model>> {
+        let threads = options.threads.unwrap_or(self.threads);
+        let mut pool = lock(&self.pool);
+        if pool.threads() != threads {
+            *pool = Pool::new(threads);
+        }
+        drop(pool);
+        self.math = options.cpu_math;
+        Ok(Box::new(CpuModel::load(&self.pool, threads, layout, source, options, progress)?))
+    }
+}
