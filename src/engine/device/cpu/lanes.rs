@@ -56,6 +56,7 @@ pub fn rms_norm<A: Arch>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) -
 
 /// e^x to within 2 units in the last place; 0 below -87.3, and inf never (x is held below 88.3).
 #[inline(always)]
+#[allow(clippy::excessive_precision)]
 pub fn exp<A: Arch>(x: f32) -> f32 {
     const TO_INTEGER: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.33, 88.37);

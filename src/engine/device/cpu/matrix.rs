@@ -417,7 +417,7 @@ fn check(name: &str, rows: usize, cols: usize, data: &MatrixData<'_>) -> Result<
         if found.len() == expected { Ok(()) } else { wrong(what, found.len(), expected) }
     };
     let groups = |group: usize| {
-        if group == 0 || group % 8 != 0 || cols % group != 0 {
+        if group == 0 || !group.is_multiple_of(8) || !cols.is_multiple_of(group) {
             return Err(Error::invalid(
                 format!("{name}: groups of {group} do not divide its {cols} columns in steps of 8"),
                 "use a checkpoint with another group size, such as 32 or 64",
@@ -432,7 +432,7 @@ fn check(name: &str, rows: usize, cols: usize, data: &MatrixData<'_>) -> Result<
         }
         MatrixData::Awq { group, qweight, qzeros, scales } => {
             let groups = groups(group)?;
-            if rows % 8 != 0 {
+            if !rows.is_multiple_of(8) {
                 return wrong("qweight", qweight.len(), 4 * cols * rows.div_ceil(8));
             }
             bytes("qweight", qweight, cols * rows / 2)?;

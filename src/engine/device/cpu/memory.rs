@@ -137,16 +137,6 @@ impl<T: Plain> Scratch<T> {
         Ok(())
     }
 
-    pub fn slice(&self) -> &[T] {
-        // SAFETY: the buffer holds `len` plain values.
-        unsafe { std::slice::from_raw_parts(self.ptr().0, self.len) }
-    }
-
-    pub fn slice_mut(&mut self) -> &mut [T] {
-        // SAFETY: the buffer holds `len` plain values and is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr().0, self.len) }
-    }
-
     /// For writes to disjoint parts from several threads.
     pub fn ptr(&self) -> Shared<T> {
         Shared(self.buffer.as_ref().map_or(std::ptr::NonNull::dangling().as_ptr(), |b| b.as_mut_ptr().cast()))

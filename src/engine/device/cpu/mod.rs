@@ -6,6 +6,9 @@
 //! - [`forward`] runs the layers, [`output`] the head and sampling, [`session`] the queue of steps.
 //! - [`isa`] chooses instructions at run time, [`pool`] hands phases to threads, [`ceilings`] measures the machine.
 
+// Loops over lanes index several arrays by one number, which is what the compiler vectorises.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod batch;
 mod cache;

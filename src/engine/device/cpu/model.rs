@@ -199,13 +199,13 @@ fn check_supported(spec: &ModelSpec) -> Result<()> {
     }
     if let Some(delta) = &spec.delta_net {
         let repeats = delta.value_heads / delta.key_heads.max(1);
-        if repeats == 0 || repeats > MAX_REPEATS || delta.value_heads % delta.key_heads != 0 {
+        if repeats == 0 || repeats > MAX_REPEATS || !delta.value_heads.is_multiple_of(delta.key_heads) {
             return refuse(format!(
                 "{} value heads over {} key heads (1 to {MAX_REPEATS} each, whole)",
                 delta.value_heads, delta.key_heads
             ));
         }
-        if delta.conv_width == 0 || delta.key_dim % 2 != 0 || delta.value_dim % 2 != 0 {
+        if delta.conv_width == 0 || !delta.key_dim.is_multiple_of(2) || !delta.value_dim.is_multiple_of(2) {
             return refuse("odd linear head dims or no convolution".to_string());
         }
     }

@@ -1,7 +1,7 @@
 //! Tiles in plain Rust: the fallback on CPUs without AVX2, NEON on aarch64 (whose compiler vectorises these loops), and
 //! what the other sets are tested against.
 
-use super::super::isa::{Arch, Plain, fma};
+use super::super::isa::{Plain, fma};
 use super::{Element, Tile, TileFn};
 
 const HALF: usize = 16;
@@ -155,6 +155,3 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         store_sums(tile, &total);
     }
 }
-
-/// The set tests compare with: whether its multiply-adds are fused decides whether bits must be equal.
-pub const FUSED: bool = <Plain as Arch>::FMA;
