@@ -3,10 +3,13 @@
 //! Data flows one way: `experiments.toml -> Experiment -> Plan -> (Workload -> Engine -> Device) ->
 //! Recorder -> Summary -> Report`. Nothing in [`engine`] imports from the layers above it.
 
+pub mod cli;
 pub mod engine;
 pub mod error;
+pub mod experiment;
 pub mod hardware;
 pub mod measure;
+pub mod report;
 pub mod reproduce;
 pub mod simulation;
 pub mod workload;

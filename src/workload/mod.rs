@@ -4,6 +4,7 @@
 //! seed; a [`feed::Feed`] then hands its requests out as they fall due. Nothing here measures anything.
 
 pub mod arrivals;
+pub mod describe;
 pub mod feed;
 pub mod lengths;
 pub mod numpy_legacy;

@@ -1,0 +1,218 @@
+//! What `run` and `sweep` share: from options to a finished results folder and a table on stdout.
+
+use std::path::{Path, PathBuf};
+
+use super::flags::{Format, RunOutputFlags};
+use super::output;
+use super::progress::Bar;
+use crate::engine::account::Ceilings;
+use crate::engine::device::Device;
+use crate::experiment::claims::{self, Outcome};
+use crate::experiment::device;
+use crate::experiment::folder::ResultsFolder;
+use crate::experiment::interrupt;
+use crate::experiment::plan::{self, Plan, PlanOptions};
+use crate::experiment::prepare::{Prepared, prepare};
+use crate::experiment::record::{self, DeviceRecord, RunRecord, Status};
+use crate::experiment::runner::Runner;
+use crate::experiment::spec::{self, Rig};
+use crate::measure::summary::SCHEMA;
+use crate::report::results::RunResults;
+use crate::report::{export, json};
+use crate::workload::seeds::repeat_seed;
+use crate::{Error, Result};
+
+/// The experiment name of a sweep.
+pub const SWEEP: &str = "sweep";
+
+/// The load a sweep starts from; any of it can be set.
+const SWEEP_SPEC: &str = include_str!("sweep.toml");
+
+/// Where runs go unless `--out` says otherwise.
+const DEFAULT_ROOT: &str = "results/local";
+
+pub struct Request {
+    pub options: PlanOptions,
+    pub output: RunOutputFlags,
+}
+
+/// The options of the run that `--resume` names; flags given now are laid over them.
+pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
+    match &flags.resume {
+        None if flags.force => Err(Error::invalid("--force without --resume", "--force belongs to --resume")),
+        None => Ok(None),
+        Some(folder) => Ok(Some(RunRecord::read(folder)?.options)),
+    }
+}
+
+/// Resolves a plan for a rig.
+pub fn build_plan(options: &PlanOptions, rig: &Rig) -> Result<Plan> {
+    if options.experiment == SWEEP && !options.sweep.is_empty() {
+        let experiments = spec::parse(SWEEP_SPEC, "the sweep's own load")?;
+        return plan::build_sweep(spec::find(&experiments, SWEEP)?, options, rig);
+    }
+    let experiments = spec::load(options.experiments_file.as_deref())?;
+    plan::build(spec::find(&experiments, &options.experiment)?, options, rig)
+}
+
+pub fn execute(request: &Request) -> Result<()> {
+    let options = &request.options;
+    let flags = &request.output;
+    let (rig, reason) = device::rig(&options.device)?;
+    let plan = build_plan(options, &rig)?;
+    let threads = plan.arms.first().and_then(|arm| arm.engine.threads);
+    let mut device = device::open(&options.device, threads)?.device;
+    let mut prepared = prepare(&plan, device.as_ref())?;
+    if !reason.is_empty() {
+        output::note(&format!("device: {} ({reason})", device.info().id));
+    }
+    for skipped in &prepared.skipped {
+        output::warning(&format!("left out: {}: {}", skipped.arm, skipped.reason));
+    }
+    let mut record = new_record(options, &plan, device.as_ref(), &prepared, &reason);
+    let mut folder = match &flags.resume {
+        Some(path) => resume(path, &mut record, flags.force)?,
+        None => {
+            let root = flags.out.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_ROOT));
+            let folder = ResultsFolder::create(&root, &plan.experiment, &rig.id, &record.plan_hash)?;
+            folder.replace("run.json", &record.json()?)?;
+            folder
+        }
+    };
+    interrupt::set_hint(format!(
+        "finished arms are kept; continue with {}",
+        resume_command(&record, folder.path())
+    ));
+    record.ceilings = device.ceilings()?;
+    folder.replace("run.json", &record.json()?)?;
+
+    let mut bar = Bar::new();
+    let outcome = {
+        let mut runner = Runner {
+            plan: &plan,
+            prepared: &mut prepared,
+            device: device.as_mut(),
+            ceilings: record.ceilings,
+            folder: &mut folder,
+            record: &mut record,
+            trace: flags.trace,
+            progress: &mut bar,
+        };
+        runner.run()
+    };
+    record.ended = Some(record::now());
+    record.status = match &outcome {
+        Ok(()) => Status::Complete,
+        Err(Error::Interrupted { .. }) => Status::Interrupted,
+        Err(_) => Status::Failed,
+    };
+    let saved = record.json().and_then(|json| folder.replace("run.json", &json));
+    outcome?;
+    saved?;
+    finish(&folder, record, flags)
+}
+
+/// Claims, reports, and the table on stdout.
+fn finish(folder: &ResultsFolder, mut record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
+    let mut results = RunResults::read(folder.path())?;
+    record.claims = claims::check(&results);
+    folder.replace("run.json", &record.json()?)?;
+    results.record = record;
+    for (name, text) in export::report_files(&results)? {
+        folder.replace(name, text.as_bytes())?;
+    }
+    output::data(&match flags.format {
+        Format::Table | Format::Md => export::text(&results, flags.format)?,
+        Format::Csv => std::fs::read_to_string(folder.file("summary.csv"))
+            .map_err(|error| Error::read(&folder.file("summary.csv"), &error))?,
+        Format::Json => json::array(&results.summaries)?,
+    })?;
+    output::note(&format!("results: {}", folder.path().display()));
+    let broken: Vec<&str> = results
+        .record
+        .claims
+        .iter()
+        .filter(|verdict| verdict.outcome == Outcome::DoesNotHold)
+        .map(|verdict| verdict.text.as_str())
+        .collect();
+    if flags.check && !broken.is_empty() {
+        return Err(Error::failed(
+            format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
+            "",
+        ));
+    }
+    Ok(())
+}
+
+fn new_record(
+    options: &PlanOptions,
+    plan: &Plan,
+    device: &dyn Device,
+    prepared: &Prepared,
+    reason: &str,
+) -> RunRecord {
+    RunRecord {
+        schema: SCHEMA,
+        experiment: plan.experiment.clone(),
+        status: Status::Running,
+        command: std::env::args().skip(1).collect(),
+        version: env!("CARGO_PKG_VERSION").to_string(),
+        commit: env!("INFERWALL_COMMIT").to_string(),
+        build: record::build_id(),
+        started: record::now(),
+        ended: None,
+        resumed: Vec::new(),
+        forced: Vec::new(),
+        options: options.clone(),
+        plan: plan.clone(),
+        plan_hash: plan.hash(),
+        seeds: (0..plan.repeats).map(|repeat| repeat_seed(plan.seed, repeat as u32)).collect(),
+        device: DeviceRecord::new(device.info(), reason),
+        ceilings: Ceilings {
+            read_bytes_per_s: 0.0,
+            copy_bytes_per_s: 0.0,
+            flops_per_s: 0.0,
+            launch_s: 0.0,
+            measured: false,
+        },
+        models: prepared.model_records(),
+        arms: prepared.arm_records(plan),
+        skipped: prepared.skipped.clone(),
+        warnings: Vec::new(),
+        claims: Vec::new(),
+    }
+}
+
+/// Opens the folder of an earlier run, if its rows may stand beside those of `record`.
+fn resume(path: &Path, record: &mut RunRecord, force: bool) -> Result<ResultsFolder> {
+    let earlier = RunRecord::read(path)?;
+    let mut differences = earlier.differences(record);
+    if earlier.plan.shard != record.plan.shard {
+        differences.push("another shard of the plan".to_string());
+    }
+    if !differences.is_empty() && !force {
+        return Err(Error::invalid(
+            format!("{} cannot be continued: {}", path.display(), differences.join("; ")),
+            "give the flags it was started with (or none), start a new run, or mix them with --force, which marks it",
+        ));
+    }
+    let folder = ResultsFolder::reopen(path)?;
+    record.started.clone_from(&earlier.started);
+    record.resumed = earlier.resumed.clone();
+    record.resumed.push(record::now());
+    record.forced = earlier.forced.clone();
+    record.forced.extend(differences);
+    for model in &mut record.models {
+        if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
+            model.load_s = before.load_s;
+            model.cold_step_ms = before.cold_step_ms;
+        }
+    }
+    Ok(folder)
+}
+
+fn resume_command(record: &RunRecord, folder: &Path) -> String {
+    let command =
+        if record.experiment == SWEEP { "sweep".to_string() } else { format!("run {}", record.experiment) };
+    format!("`inferwall {command} --resume {}`", folder.display())
+}

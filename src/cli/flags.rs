@@ -1,0 +1,112 @@
+//! Flags that several commands share, as typed; and their first resolution into [`PlanOptions`].
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use crate::Result;
+use crate::experiment::plan::PlanOptions;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    Table,
+    Json,
+    Csv,
+    Md,
+}
+
+/// Where experiments are read from.
+#[derive(Debug, Clone, Args)]
+pub struct ExperimentsFlag {
+    /// A file of experiments, in place of those built in
+    #[arg(long, value_name = "FILE")]
+    pub experiments: Option<PathBuf>,
+}
+
+/// What shapes a plan.
+#[derive(Debug, Clone, Args)]
+pub struct PlanFlags {
+    /// auto, cpu, cuda, cuda:N, sim:GPU, sim:series or sim:fixed[:MS]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
+
+    /// A folder, a hub id, or synthetic:PRESET; in place of every arm's model
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+
+    /// Requests of each arm
+    #[arg(long, value_name = "N")]
+    pub prompts: Option<usize>,
+
+    /// Set a knob in every arm
+    #[arg(long, value_name = "KNOB=VALUE")]
+    pub set: Vec<String>,
+
+    /// Run every arm this often, arms inside repeats
+    #[arg(long, value_name = "N")]
+    pub repeats: Option<usize>,
+
+    /// Seed of arrivals, lengths, prompts, sampling and synthetic weights
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+
+    /// A smaller load that still shows the shape
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Run the i-th of n parts of the plan; `merge` joins them
+    #[arg(long, value_name = "I/N")]
+    pub shard: Option<String>,
+}
+
+impl PlanFlags {
+    /// Lays the flags that were given over `options` (the defaults, or those recorded by a run that is resumed).
+    pub fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
+        if let Some(device) = &self.device {
+            options.device.clone_from(device);
+        }
+        if options.device.is_empty() {
+            options.device = "auto".to_string();
+        }
+        options.model = self.model.clone().or(options.model.take());
+        options.prompts = self.prompts.or(options.prompts);
+        if !self.set.is_empty() {
+            options.set.clone_from(&self.set);
+        }
+        options.repeats = self.repeats.or(options.repeats);
+        options.seed = self.seed.or(options.seed);
+        options.quick |= self.quick;
+        if let Some(shard) = &self.shard {
+            options.shard = Some(shard.parse()?);
+        }
+        Ok(())
+    }
+}
+
+/// What a run does besides its plan.
+#[derive(Debug, Clone, Args)]
+pub struct RunOutputFlags {
+    /// Folder that results go under
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+
+    /// Continue the run in this folder
+    #[arg(long, value_name = "RUN")]
+    pub resume: Option<PathBuf>,
+
+    /// Resume although plan, build, device or weights differ; the result is marked
+    #[arg(long)]
+    pub force: bool,
+
+    /// What goes to stdout
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    pub format: Format,
+
+    /// One more, unmeasured pass of each arm that writes trace.json.gz (Perfetto)
+    #[arg(long)]
+    pub trace: bool,
+
+    /// Exit with 1 if a claim does not hold
+    #[arg(long)]
+    pub check: bool,
+}

@@ -1,0 +1,46 @@
+//! The command line: what is typed. Each command has a file, with its flags and a `run` that resolves and does them.
+
+pub mod execute;
+pub mod flags;
+pub mod list;
+pub mod output;
+pub mod progress;
+pub mod run;
+pub mod show;
+pub mod sweep;
+
+use clap::{Parser, Subcommand};
+
+use crate::Result;
+
+/// Turn one knob of an LLM server until something breaks, and see which resource ran out and why.
+#[derive(Debug, Parser)]
+#[command(name = "inferwall", version, max_term_width = 110, arg_required_else_help = true)]
+pub struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Experiments: name, question, knob, values
+    List(list::ListFlags),
+    /// The resolved plan of an experiment: arms, load, model, expected time, published figures
+    Show(show::ShowFlags),
+    /// Run every arm of an experiment, print the table, write a results folder
+    Run(run::RunFlags),
+    /// Sweep knobs with no experiment declared
+    Sweep(sweep::SweepFlags),
+}
+
+/// # Errors
+/// Whatever the command failed with; its exit code is [`crate::Error::exit_code`].
+pub fn run(arguments: Arguments) -> Result<()> {
+    crate::experiment::interrupt::install()?;
+    match arguments.command {
+        Command::List(flags) => flags.run(),
+        Command::Show(flags) => flags.run(),
+        Command::Run(flags) => flags.run(),
+        Command::Sweep(flags) => flags.run(),
+    }
+}

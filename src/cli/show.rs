@@ -1,0 +1,129 @@
+//! `inferwall show`: the plan as it would run here, and what was published.
+
+use clap::Args;
+
+use super::execute::build_plan;
+use super::flags::{ExperimentsFlag, Format, PlanFlags};
+use super::output;
+use crate::Result;
+use crate::engine::config::EngineConfig;
+use crate::engine::model::{ModelRef, synthetic_layout};
+use crate::experiment::estimate;
+use crate::experiment::plan::{Arm, Plan, PlanOptions};
+use crate::experiment::spec::Rig;
+use crate::experiment::{claims, device};
+use crate::report::numbers::{bytes, duration};
+use crate::report::{json, table};
+
+#[derive(Debug, Args)]
+pub struct ShowFlags {
+    /// Name of the experiment
+    experiment: String,
+
+    /// The swept knob's values, in place of those declared
+    #[arg(long, value_name = "A,B,C")]
+    values: Option<String>,
+
+    #[command(flatten)]
+    experiments: ExperimentsFlag,
+
+    #[command(flatten)]
+    plan: PlanFlags,
+
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+}
+
+impl ShowFlags {
+    pub fn run(self) -> Result<()> {
+        let mut options = PlanOptions {
+            experiment: self.experiment.clone(),
+            experiments_file: self.experiments.experiments.clone(),
+            values: self.values.clone(),
+            ..PlanOptions::default()
+        };
+        self.plan.lay_over(&mut options)?;
+        let (rig, reason) = device::rig(&options.device)?;
+        let plan = build_plan(&options, &rig)?;
+        match self.format {
+            Format::Json => output::data(&json::array(std::slice::from_ref(&plan))?),
+            format => output::data(&text(&plan, &rig, &reason, format)?),
+        }
+    }
+}
+
+fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> {
+    let part = plan.part.map_or_else(String::new, |part| format!(" (part {part} of the series)"));
+    let mut text = format!("{}{part}\n{}\n\n", plan.experiment, plan.question);
+    let because = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
+    text += &format!("device: {}{because}\n", rig.id);
+    for model in models(plan) {
+        text += &format!("model: {model}{}\n", size(model));
+    }
+    let cells = plan.cells().len();
+    let shard = plan.shard.map_or_else(String::new, |shard| format!(", shard {}/{}", shard.index, shard.of));
+    text += &format!(
+        "repeats: {}, {cells} runs of an arm{shard}, seed {}{}\n",
+        plan.repeats,
+        plan.seed,
+        if plan.quick { ", quick" } else { "" }
+    );
+    if let Some(seconds) = estimate::plan_seconds(plan, rig) {
+        let simulated = matches!(rig.class(), "sim");
+        let what = if simulated { "simulated time" } else { "expected time" };
+        text += &format!("{what}: about {}\n", duration(seconds));
+    }
+    text.push('\n');
+    let header = ["arm", "model", "load", "engine"];
+    let rows: Vec<Vec<String>> = plan
+        .arms
+        .iter()
+        .map(|arm| {
+            let name = if arm.baseline { format!("{} (baseline)", arm.name) } else { arm.name.clone() };
+            vec![name, arm.model.clone(), arm.load.describe(arm.engine.max_num_seqs), engine_words(arm)]
+        })
+        .collect();
+    text += &table::render(format, &header, &rows, &[])?;
+    if !plan.claims.is_empty() {
+        text += "\nClaims, checked on every run:\n\n";
+        for claim in &plan.claims {
+            let rig = if claim.rig == "any" { String::new() } else { format!(" [{}]", claim.rig) };
+            text += &format!("- {}: expected {}{rig}\n", claim.text, claims::expected(claim));
+        }
+    }
+    Ok(text)
+}
+
+fn models(plan: &Plan) -> Vec<&str> {
+    let mut models: Vec<&str> = plan.arms.iter().map(|arm| arm.model.as_str()).collect();
+    models.sort_unstable();
+    models.dedup();
+    models
+}
+
+/// Bytes of a built-in shape; nothing is opened for a folder or a hub id.
+fn size(model: &str) -> String {
+    let layout = match model.parse() {
+        Ok(ModelRef::Synthetic { preset }) => synthetic_layout(&preset).ok(),
+        _ => None,
+    };
+    layout.map_or_else(String::new, |layout| {
+        format!(
+            " ({} of weights, {} streamed by a step)",
+            bytes(layout.weight_bytes() as f64),
+            bytes(layout.streamed_bytes() as f64)
+        )
+    })
+}
+
+/// Engine settings that are not the defaults.
+fn engine_words(arm: &Arm) -> String {
+    let (now, default) = (serde_json::to_value(&arm.engine), serde_json::to_value(EngineConfig::default()));
+    let (Ok(now), Ok(default)) = (now, default) else { return String::new() };
+    let fields = now.as_object().into_iter().flatten();
+    let changed = fields.filter(|(key, value)| default.get(*key) != Some(*value));
+    changed
+        .map(|(key, value)| format!("{key}={}", value.to_string().trim_matches('"')))
+        .collect::<Vec<_>>()
+        .join(" ")
+}

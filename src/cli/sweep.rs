@@ -1,0 +1,53 @@
+//! `inferwall sweep`: knobs crossed or paired, with no experiment declared.
+
+use clap::Args;
+
+use super::execute::{self, Request};
+use super::flags::{PlanFlags, RunOutputFlags};
+use crate::{Error, Result};
+
+#[derive(Debug, Args)]
+pub struct SweepFlags {
+    /// A knob to sweep; several are crossed
+    #[arg(long, value_name = "KNOB")]
+    knob: Vec<String>,
+
+    /// Values of the knob before it: a,b,c, FROM..TO, FROM..TO+STEP or FROM..TO*FACTOR
+    #[arg(long, value_name = "A,B,C")]
+    values: Vec<String>,
+
+    /// Pair the knobs' values instead of crossing them
+    #[arg(long)]
+    zip: bool,
+
+    #[command(flatten)]
+    plan: PlanFlags,
+
+    #[command(flatten)]
+    output: RunOutputFlags,
+}
+
+impl SweepFlags {
+    pub fn run(self) -> Result<()> {
+        let mut options = execute::recorded_options(&self.output)?.unwrap_or_default();
+        options.experiment = execute::SWEEP.to_string();
+        if self.knob.len() != self.values.len() {
+            return Err(Error::invalid(
+                format!("{} --knob and {} --values were given", self.knob.len(), self.values.len()),
+                "give each --knob its own --values, for example --knob max_num_seqs --values 1..64*2",
+            ));
+        }
+        if !self.knob.is_empty() {
+            options.sweep = self.knob.iter().cloned().zip(self.values.iter().cloned()).collect();
+        }
+        if options.sweep.is_empty() {
+            return Err(Error::invalid(
+                "no knob was given",
+                "for example `inferwall sweep --knob max_num_seqs --values 1,4,16`",
+            ));
+        }
+        options.zip |= self.zip;
+        self.plan.lay_over(&mut options)?;
+        execute::execute(&Request { options, output: self.output })
+    }
+}

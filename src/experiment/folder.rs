@@ -1,0 +1,223 @@
+//! A run's results folder, written as the run goes.
+//!
+//! Invariant: the rows of a cell (one arm of one repeat) count only once a line of `cells.jsonl` names the cell and
+//! the length of every file with its rows in. A run that is killed in the middle of a write leaves a longer file;
+//! resuming cuts it back to the last named length, so rows are never there twice or in half. Nothing that was
+//! finished is ever overwritten: a new run makes a new folder, and run.json is replaced by renaming over it.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::plan::Cell;
+use crate::report::csv::Rows;
+use crate::{Error, Result};
+
+pub const RUN_FILE: &str = "run.json";
+const JOURNAL: &str = "cells.jsonl";
+
+#[derive(Debug)]
+pub struct ResultsFolder {
+    path: PathBuf,
+    finished: Vec<Cell>,
+    /// Length of each file with only finished rows in it.
+    lengths: BTreeMap<String, u64>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct JournalLine {
+    cell: Cell,
+    lengths: BTreeMap<String, u64>,
+}
+
+/// A results folder that cannot be written is the user's to mend, whatever the run was doing.
+fn unwritable(path: &Path, source: &std::io::Error) -> Error {
+    Error::invalid(
+        format!("cannot write {}: {source}", path.display()),
+        "free some space, or choose a folder you may write to with --out; finished arms are kept, and --resume \
+         continues",
+    )
+}
+
+impl ResultsFolder {
+    /// Makes `<root>/<experiment>/<date>-<rig>-<id>`, which must not exist yet.
+    pub fn create(root: &Path, experiment: &str, rig: &str, identity: &str) -> Result<Self> {
+        let parent = root.join(experiment);
+        std::fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
+        let date = jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string();
+        let slug: String =
+            rig.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect();
+        for attempt in 0..1000u32 {
+            let unique = format!(
+                "{identity} {} {} {attempt}",
+                std::process::id(),
+                jiff::Timestamp::now().as_nanosecond()
+            );
+            let id: String =
+                Sha256::digest(unique).iter().take(3).map(|byte| format!("{byte:02x}")).collect();
+            let path = parent.join(format!("{date}-{slug}-{id}"));
+            match std::fs::create_dir(&path) {
+                Ok(()) => return Ok(Self { path, finished: Vec::new(), lengths: BTreeMap::new() }),
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(unwritable(&path, &error)),
+            }
+        }
+        Err(Error::failed(
+            format!("no free name under {}", parent.display()),
+            "choose another folder with --out",
+        ))
+    }
+
+    /// Opens a folder to continue in, and cuts off what a kill left half written.
+    pub fn reopen(path: &Path) -> Result<Self> {
+        let mut folder = Self { path: path.to_path_buf(), finished: Vec::new(), lengths: BTreeMap::new() };
+        let journal_path = folder.file(JOURNAL);
+        let journal = match std::fs::read_to_string(&journal_path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(Error::read(&journal_path, &error)),
+        };
+        let mut valid_bytes = 0;
+        for line in journal.split_inclusive('\n') {
+            let Ok(entry) = serde_json::from_str::<JournalLine>(line) else { break };
+            if !line.ends_with('\n') {
+                break;
+            }
+            valid_bytes += line.len() as u64;
+            folder.finished.push(entry.cell);
+            folder.lengths.extend(entry.lengths);
+        }
+        folder.cut(JOURNAL, valid_bytes)?;
+        let entries = std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?;
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.ends_with(".csv") {
+                folder.cut(&name, folder.lengths.get(&name).copied().unwrap_or(0))?;
+            }
+        }
+        Ok(folder)
+    }
+
+    /// Shortens a file to `length`. A file shorter than that lost finished rows.
+    fn cut(&self, name: &str, length: u64) -> Result<()> {
+        let path = self.file(name);
+        let found = match std::fs::metadata(&path) {
+            Ok(metadata) => metadata.len(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && length == 0 => return Ok(()),
+            Err(error) => return Err(Error::read(&path, &error)),
+        };
+        if found < length {
+            return Err(Error::invalid(
+                format!("{} has {found} bytes, but the journal names {length}", path.display()),
+                "rows are missing: start the run again instead of resuming it",
+            ));
+        }
+        if found > length {
+            let file =
+                OpenOptions::new().write(true).open(&path).map_err(|error| unwritable(&path, &error))?;
+            file.set_len(length).map_err(|error| unwritable(&path, &error))?;
+        }
+        Ok(())
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    pub fn finished(&self) -> &[Cell] {
+        &self.finished
+    }
+
+    /// Adds the rows of a finished cell to files by name; the header goes before the first rows.
+    pub fn append(&mut self, cell: Cell, files: &[(&str, Rows)]) -> Result<()> {
+        let mut lengths = BTreeMap::new();
+        for (name, Rows { header, rows }) in files {
+            let path = self.file(name);
+            let before = self.lengths.get(*name).copied().unwrap_or(0);
+            let text = if before == 0 { format!("{header}{rows}") } else { rows.clone() };
+            append_text(&path, &text)?;
+            lengths.insert((*name).to_string(), before + text.len() as u64);
+        }
+        let line = JournalLine { cell, lengths: lengths.clone() };
+        let json = serde_json::to_string(&line).map_err(|error| Error::failed(error.to_string(), ""))?;
+        append_text(&self.file(JOURNAL), &(json + "\n"))?;
+        self.lengths.extend(lengths);
+        self.finished.push(cell);
+        Ok(())
+    }
+
+    /// Writes a whole file under a temporary name, then renames it into place.
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.file(name);
+        let temporary = self.file(&format!(".{name}.new"));
+        let written = File::create(&temporary).and_then(|mut file| {
+            file.write_all(bytes)?;
+            file.sync_data()
+        });
+        written.and_then(|()| std::fs::rename(&temporary, &path)).map_err(|error| {
+            let _ = std::fs::remove_file(&temporary);
+            unwritable(&path, &error)
+        })
+    }
+}
+
+fn append_text(path: &Path, text: &str) -> Result<()> {
+    let written = OpenOptions::new().create(true).append(true).open(path).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_data()
+    });
+    written.map_err(|error| unwritable(path, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(rows: &str) -> Vec<(&'static str, Rows)> {
+        vec![("summary.csv", Rows { header: "a,b\n".to_string(), rows: rows.to_string() })]
+    }
+
+    fn cell(arm: usize) -> Cell {
+        Cell { arm, repeat: 0 }
+    }
+
+    #[test]
+    fn a_torn_write_is_cut_off_on_resume() {
+        let root = tempfile::tempdir().unwrap();
+        let mut folder = ResultsFolder::create(root.path(), "e", "sim:fixed", "plan").unwrap();
+        folder.append(cell(0), &files("1,2\n")).unwrap();
+        let path = folder.path().to_path_buf();
+        append_text(&path.join("summary.csv"), "3,").unwrap();
+        append_text(&path.join(JOURNAL), "{\"cell\":{\"ar").unwrap();
+        let mut folder = ResultsFolder::reopen(&path).unwrap();
+        assert_eq!(folder.finished(), [cell(0)]);
+        folder.append(cell(1), &files("3,4\n")).unwrap();
+        assert_eq!(std::fs::read_to_string(path.join("summary.csv")).unwrap(), "a,b\n1,2\n3,4\n");
+        assert_eq!(ResultsFolder::reopen(&path).unwrap().finished(), [cell(0), cell(1)]);
+    }
+
+    #[test]
+    fn rows_that_went_missing_are_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let mut folder = ResultsFolder::create(root.path(), "e", "cpu", "plan").unwrap();
+        folder.append(cell(0), &files("1,2\n")).unwrap();
+        std::fs::write(folder.file("summary.csv"), "a,").unwrap();
+        assert_eq!(ResultsFolder::reopen(folder.path()).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn two_runs_never_share_a_folder() {
+        let root = tempfile::tempdir().unwrap();
+        let first = ResultsFolder::create(root.path(), "e", "cpu", "plan").unwrap();
+        let second = ResultsFolder::create(root.path(), "e", "cpu", "plan").unwrap();
+        assert_ne!(first.path(), second.path());
+    }
+}

@@ -1,0 +1,447 @@
+//! Every knob by name: the one table behind `--set`, `--knob` and the `load` and `engine` tables of experiments.toml.
+//!
+//! A knob's setter is its section and its kind: a value is parsed and checked here, then put under the knob's name
+//! into the table that `EngineConfig` or `LoadSpec` is read from. So a new knob is a field there and a line here.
+
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use crate::{Error, Result};
+
+/// Which table a knob lives in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Section {
+    Engine,
+    Load,
+}
+
+/// What values a knob takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    Integer {
+        min: i64,
+        max: i64,
+    },
+    /// An integer, or `auto`: left to the engine.
+    AutoInteger {
+        min: i64,
+        max: i64,
+    },
+    Float {
+        min: f64,
+        max: f64,
+    },
+    /// Above 0, or `inf`.
+    Rate,
+    Bool,
+    /// A number of bytes: `24GB`, `22.5GiB`, 24000000000; or `auto`.
+    AutoBytes,
+    Choice(&'static [&'static str]),
+}
+
+#[derive(Debug)]
+pub struct Knob {
+    pub name: &'static str,
+    pub section: Section,
+    pub kind: Kind,
+    pub doc: &'static str,
+}
+
+const COUNT: Kind = Kind::Integer { min: 1, max: 1 << 40 };
+const AUTO_COUNT: Kind = Kind::AutoInteger { min: 1, max: 1 << 40 };
+const DTYPE: Kind = Kind::Choice(&["auto", "f32", "f16", "bf16"]);
+
+const fn engine(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
+    Knob { name, section: Section::Engine, kind, doc }
+}
+
+const fn load(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
+    Knob { name, section: Section::Load, kind, doc }
+}
+
+pub static KNOBS: &[Knob] = &[
+    engine("max_num_seqs", COUNT, "most sequences in one step"),
+    engine("max_num_batched_tokens", COUNT, "most new tokens in one step, decodes included"),
+    engine("chunked_prefill", Kind::Bool, "split prompts to fill the token budget"),
+    engine("max_model_len", COUNT, "longest request, prompt plus output, in tokens"),
+    engine("kv_blocks", AUTO_COUNT, "KV blocks in the pool; auto: what memory holds"),
+    engine("kv_block_tokens", COUNT, "tokens a KV block holds (split layout)"),
+    engine("kv_layout", Kind::Choice(&["split", "unified"]), "how cache memory is divided"),
+    engine("kv_dtype", DTYPE, "storage type of the KV cache"),
+    engine("state_dtype", DTYPE, "storage type of the recurrent state"),
+    engine("state_slots", AUTO_COUNT, "recurrent-state slots (split layout); auto: from memory"),
+    engine(
+        "gpu_memory_utilization",
+        Kind::Float { min: 0.01, max: 1.0 },
+        "share of memory the engine may use",
+    ),
+    engine("gpu_memory", Kind::AutoBytes, "pretend the device has this much memory"),
+    engine("prefix_caching", Kind::Bool, "reuse KV blocks of equal prompt prefixes (dense models)"),
+    engine(
+        "preemption",
+        Kind::Choice(&["recompute", "never"]),
+        "evict and recompute, or admit whole requests only",
+    ),
+    engine("speculation", Kind::Choice(&["off", "ngram"]), "propose tokens and verify several in one step"),
+    engine("speculative_tokens", Kind::Integer { min: 1, max: 16 }, "drafted tokens a step"),
+    engine("ngram_min", COUNT, "shortest suffix n-gram speculation looks up"),
+    engine("ngram_max", COUNT, "longest suffix n-gram speculation looks up"),
+    engine("async_scheduling", Kind::AutoInteger { min: 0, max: 2 }, "steps in flight"),
+    engine("cuda_graphs", Kind::Bool, "capture decode steps as CUDA graphs"),
+    engine("cpu_math", Kind::Choice(&["f32", "bf16"]), "arithmetic of the CPU device"),
+    engine("threads", AUTO_COUNT, "worker threads of the CPU device"),
+    engine("sim_noise", Kind::Float { min: 0.0, max: 1000.0 }, "scale of a simulated device's seeded noise"),
+    load("request_rate", Kind::Rate, "requests offered a second; inf: all at once"),
+    load(
+        "burstiness",
+        Kind::Float { min: 1e-3, max: 1e6 },
+        "shape of the gaps between arrivals; 1 is Poisson",
+    ),
+    load("concurrency", AUTO_COUNT, "clients of a closed loop, each with one request in flight"),
+    load("think_time_s", Kind::Float { min: 0.0, max: 1e6 }, "mean pause of a closed loop's client, seconds"),
+    load("prompts", COUNT, "requests in the measured run"),
+    load("input_len", COUNT, "prompt tokens of a request"),
+    load("output_len", COUNT, "generated tokens of a request"),
+    load(
+        "prefix_len",
+        Kind::Integer { min: 0, max: 1 << 40 },
+        "tokens at the start of a prompt that are shared",
+    ),
+    load("prefix_count", COUNT, "different shared prefixes"),
+    load("ignore_eos", Kind::Bool, "generate the full length whatever the tokens are"),
+    load("temperature", Kind::Float { min: 0.0, max: 100.0 }, "0 is greedy"),
+    load(
+        "top_k",
+        Kind::Integer { min: 0, max: 1 << 30 },
+        "sample from the k most likely tokens; 0: from all",
+    ),
+    load("top_p", Kind::Float { min: 1e-6, max: 1.0 }, "sample from the smallest set with this probability"),
+];
+
+/// A checked value of a knob, as tables and file names show it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Setting {
+    Bool(bool),
+    Integer(i64),
+    Float(f64),
+    /// A choice, `auto` or `inf`.
+    Text(String),
+}
+
+impl std::fmt::Display for Setting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::Integer(value) => write!(f, "{value}"),
+            Self::Float(value) => write!(f, "{value}"),
+            Self::Text(value) => f.write_str(value),
+        }
+    }
+}
+
+/// The knob of that name.
+///
+/// # Errors
+/// [`Error::Invalid`] that offers the nearest name.
+pub fn find(name: &str) -> Result<&'static Knob> {
+    KNOBS.iter().find(|knob| knob.name == name).ok_or_else(|| {
+        let nearest = nearest(name, KNOBS.iter().map(|knob| knob.name));
+        let hint = match nearest {
+            Some(nearest) => format!("did you mean `{nearest}`?"),
+            None => format!("knobs: {}", KNOBS.iter().map(|knob| knob.name).collect::<Vec<_>>().join(", ")),
+        };
+        Error::invalid(format!("unknown knob `{name}`"), hint)
+    })
+}
+
+/// The name closest to what was typed, if any is close enough to be meant.
+pub fn nearest<'a>(typed: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    names
+        .map(|name| (strsim::jaro_winkler(typed, name), name))
+        .filter(|(similarity, _)| *similarity > 0.75)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name)
+}
+
+impl Knob {
+    /// Reads a value as typed on a command line.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the knob, the value and what is allowed.
+    pub fn parse(&self, text: &str) -> Result<Setting> {
+        let text = text.trim();
+        let wrong = || self.wrong(text);
+        let lower = text.to_ascii_lowercase();
+        let setting = match self.kind {
+            Kind::AutoInteger { .. } | Kind::AutoBytes if lower == "auto" => Setting::Text(lower),
+            Kind::Integer { .. } | Kind::AutoInteger { .. } => {
+                Setting::Integer(text.replace('_', "").parse().map_err(|_| wrong())?)
+            }
+            Kind::AutoBytes => Setting::Integer(parse_bytes(text).ok_or_else(wrong)?),
+            Kind::Rate if lower == "inf" => Setting::Text(lower),
+            Kind::Rate | Kind::Float { .. } => Setting::Float(text.parse().map_err(|_| wrong())?),
+            Kind::Bool => Setting::Bool(match lower.as_str() {
+                "true" | "on" | "yes" | "1" => true,
+                "false" | "off" | "no" | "0" => false,
+                _ => return Err(wrong()),
+            }),
+            Kind::Choice(_) => Setting::Text(lower),
+        };
+        self.check(setting)
+    }
+
+    /// Reads a value from experiments.toml.
+    pub fn from_toml(&self, value: &Value) -> Result<Setting> {
+        match value {
+            Value::String(text) => self.parse(text),
+            Value::Integer(integer) if matches!(self.kind, Kind::Rate | Kind::Float { .. }) => {
+                self.check(Setting::Float(*integer as f64))
+            }
+            Value::Integer(integer) => self.parse(&integer.to_string()),
+            Value::Float(float) if float.is_infinite() && matches!(self.kind, Kind::Rate) => {
+                self.parse("inf")
+            }
+            Value::Float(float) => self.parse(&float.to_string()),
+            Value::Boolean(boolean) if matches!(self.kind, Kind::Bool) => self.check(Setting::Bool(*boolean)),
+            other => Err(self.wrong(&other.to_string())),
+        }
+    }
+
+    fn check(&self, setting: Setting) -> Result<Setting> {
+        let allowed = match (&self.kind, &setting) {
+            (Kind::AutoInteger { .. } | Kind::AutoBytes, Setting::Text(_)) => true,
+            (Kind::Integer { min, max } | Kind::AutoInteger { min, max }, Setting::Integer(value)) => {
+                (min..=max).contains(&value)
+            }
+            (Kind::AutoBytes, Setting::Integer(value)) => *value > 0,
+            (Kind::Float { min, max }, Setting::Float(value)) => value >= min && value <= max,
+            (Kind::Rate, Setting::Float(value)) => *value > 0.0 && value.is_finite(),
+            (Kind::Rate, Setting::Text(_)) | (Kind::Bool, Setting::Bool(_)) => true,
+            (Kind::Choice(choices), Setting::Text(value)) => choices.contains(&value.as_str()),
+            _ => false,
+        };
+        if allowed { Ok(setting) } else { Err(self.wrong(&setting.to_string())) }
+    }
+
+    fn wrong(&self, found: &str) -> Error {
+        let number = found.parse::<f64>().is_ok();
+        let problem = if number { "is out of bounds" } else { "is not a value of this knob" };
+        Error::invalid(
+            format!("{} = {found} {problem}", self.name),
+            format!("{} must be {} ({})", self.name, self.allowed(), self.doc),
+        )
+    }
+
+    /// What values are allowed, in words.
+    pub fn allowed(&self) -> String {
+        let integers = |min: i64, max: i64| {
+            if max >= 1 << 30 {
+                format!("a whole number of {min} or more")
+            } else {
+                format!("{min} to {max}")
+            }
+        };
+        match self.kind {
+            Kind::Integer { min, max } => integers(min, max),
+            Kind::AutoInteger { min, max } => format!("{} or auto", integers(min, max)),
+            Kind::Float { min, max } => format!("a number from {min} to {max}"),
+            Kind::Rate => "a number above 0, or inf".to_string(),
+            Kind::Bool => "true or false".to_string(),
+            Kind::AutoBytes => "a size such as 24GB or 22GiB, or auto".to_string(),
+            Kind::Choice(choices) => format!("one of {}", choices.join(", ")),
+        }
+    }
+
+    /// Puts the value into its table. `auto` takes the key out, which leaves the choice to the engine.
+    pub fn set(&self, engine: &mut Table, load: &mut Table, setting: &Setting) {
+        let table = match self.section {
+            Section::Engine => engine,
+            Section::Load => load,
+        };
+        let value = match setting {
+            Setting::Text(text)
+                if text == "auto" && matches!(self.kind, Kind::AutoInteger { .. } | Kind::AutoBytes) =>
+            {
+                table.remove(self.name);
+                return;
+            }
+            Setting::Text(text) if text == "inf" => Value::Float(f64::INFINITY),
+            Setting::Text(text) => Value::String(text.clone()),
+            Setting::Bool(value) => Value::Boolean(*value),
+            Setting::Integer(value) => Value::Integer(*value),
+            Setting::Float(value) => Value::Float(*value),
+        };
+        table.insert(self.name.to_string(), value);
+    }
+}
+
+/// `24GB`, `22.5 GiB`, `512MiB`, `1000`: bytes.
+fn parse_bytes(text: &str) -> Option<i64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = text[digits.len()..].to_ascii_lowercase();
+    let scale = match unit.as_str() {
+        "" | "b" => 1.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "kib" => 1024.0,
+        "mib" => 1_048_576.0,
+        "gib" => 1_073_741_824.0,
+        _ => return None,
+    };
+    let number: f64 = digits.trim().replace('_', "").parse().ok()?;
+    let bytes = number * scale;
+    (1.0..9e18).contains(&bytes).then_some(bytes as i64)
+}
+
+/// Splits `knob=value` as given to `--set`.
+pub fn parse_assignment(text: &str) -> Result<(&'static Knob, Setting)> {
+    let Some((name, value)) = text.split_once('=') else {
+        return Err(Error::invalid(
+            format!("--set {text} has no `=`"),
+            "write --set knob=value, for example --set max_num_seqs=16",
+        ));
+    };
+    let knob = find(name.trim())?;
+    Ok((knob, knob.parse(value)?))
+}
+
+/// A list of values as typed: `1,4,16`, and ranges `1..256*2` (times 2) or `1..9+4` (plus 4; `1..4` steps by 1),
+/// both ends included.
+pub fn parse_values(knob: &Knob, text: &str) -> Result<Vec<Setting>> {
+    let mut settings = Vec::new();
+    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        match part.split_once("..") {
+            Some((from, rest)) => settings.extend(range(knob, part, from, rest)?),
+            None => settings.push(knob.parse(part)?),
+        }
+    }
+    if settings.is_empty() {
+        return Err(Error::invalid(
+            format!("no values for {}", knob.name),
+            "give at least one, separated by commas",
+        ));
+    }
+    for (index, setting) in settings.iter().enumerate() {
+        if settings[..index].contains(setting) {
+            return Err(Error::invalid(
+                format!("value {setting} of {} is given twice", knob.name),
+                "give each value once; use --repeats to run it more often",
+            ));
+        }
+    }
+    Ok(settings)
+}
+
+fn range(knob: &Knob, part: &str, from: &str, rest: &str) -> Result<Vec<Setting>> {
+    let wrong = || {
+        Error::invalid(
+            format!("`{part}` is not a range of {}", knob.name),
+            "write FROM..TO, FROM..TO+STEP or FROM..TO*FACTOR, for example 1..256*2",
+        )
+    };
+    let (to, step, times) = if let Some((to, factor)) = rest.split_once('*') {
+        (to, factor, true)
+    } else if let Some((to, step)) = rest.split_once('+') {
+        (to, step, false)
+    } else {
+        (rest, "1", false)
+    };
+    let number = |text: &str| text.trim().parse::<f64>().map_err(|_| wrong());
+    let (from, to, step) = (number(from)?, number(to)?, number(step)?);
+    if !(to >= from && if times { step > 1.0 && from > 0.0 } else { step > 0.0 }) {
+        return Err(wrong());
+    }
+    let mut settings = Vec::new();
+    let mut value = from;
+    while value <= to * (1.0 + 1e-12) {
+        settings.push(knob.parse(&value.to_string())?);
+        value = if times { value * step } else { value + step };
+        if settings.len() > 10_000 {
+            return Err(wrong());
+        }
+    }
+    Ok(settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(knob: &str, values: &str) -> Vec<String> {
+        let settings = parse_values(find(knob).unwrap(), values).unwrap();
+        settings.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn an_unknown_knob_offers_the_nearest() {
+        let error = find("max_num_seq").unwrap_err();
+        assert_eq!(error.hint(), "did you mean `max_num_seqs`?");
+        assert_eq!(error.exit_code(), 2);
+    }
+
+    #[test]
+    fn lists_and_ranges() {
+        assert_eq!(texts("max_num_seqs", "1,4, 16"), ["1", "4", "16"]);
+        assert_eq!(texts("max_num_seqs", "1..16*2"), ["1", "2", "4", "8", "16"]);
+        assert_eq!(texts("max_num_seqs", "1..9+4,20"), ["1", "5", "9", "20"]);
+        assert_eq!(texts("request_rate", "0.5,2,inf"), ["0.5", "2", "inf"]);
+    }
+
+    #[test]
+    fn values_out_of_bounds_name_the_knob_and_what_is_allowed() {
+        let error = find("max_num_seqs").unwrap().parse("0").unwrap_err();
+        assert_eq!(error.to_string(), "max_num_seqs = 0 is out of bounds");
+        assert!(error.hint().contains("1 or more"));
+        for (knob, value) in [
+            ("request_rate", "-1"),
+            ("request_rate", "nan"),
+            ("top_p", "1.5"),
+            ("kv_layout", "both"),
+            ("gpu_memory", "4XB"),
+        ] {
+            assert!(find(knob).unwrap().parse(value).is_err(), "{knob}={value}");
+        }
+        assert!(parse_values(find("max_num_seqs").unwrap(), "4,4").is_err());
+    }
+
+    #[test]
+    fn bytes_and_auto() {
+        let knob = find("gpu_memory").unwrap();
+        assert_eq!(knob.parse("24GB").unwrap(), Setting::Integer(24_000_000_000));
+        assert_eq!(knob.parse("1.5GiB").unwrap(), Setting::Integer(1_610_612_736));
+        let (mut engine, mut load) = (Table::new(), Table::new());
+        knob.set(&mut engine, &mut load, &Setting::Integer(5));
+        knob.set(&mut engine, &mut load, &knob.parse("auto").unwrap());
+        assert!(engine.is_empty());
+    }
+
+    #[test]
+    fn every_engine_knob_is_a_field_of_the_config() {
+        for knob in KNOBS.iter().filter(|knob| knob.section == Section::Engine) {
+            let text = match knob.kind {
+                Kind::Integer { min, .. } | Kind::AutoInteger { min, .. } => min.to_string(),
+                Kind::Float { max, .. } => max.to_string(),
+                Kind::Rate => "1".to_string(),
+                Kind::Bool => "true".to_string(),
+                Kind::AutoBytes => "24GB".to_string(),
+                Kind::Choice(choices) => choices[0].to_string(),
+            };
+            let (mut engine, mut load) = (Table::new(), Table::new());
+            knob.set(&mut engine, &mut load, &knob.parse(&text).unwrap());
+            let config: Result<crate::engine::config::EngineConfig, _> = Value::Table(engine).try_into();
+            assert!(config.is_ok(), "{}: {config:?}", knob.name);
+        }
+    }
+
+    #[test]
+    fn every_load_knob_is_a_field_of_the_load() {
+        for name in crate::workload::spec::LOAD_KNOBS {
+            assert_eq!(find(name).unwrap().section, Section::Load);
+        }
+        for knob in KNOBS.iter().filter(|knob| knob.section == Section::Load) {
+            assert!(crate::workload::spec::LOAD_KNOBS.contains(&knob.name), "{}", knob.name);
+        }
+    }
+}

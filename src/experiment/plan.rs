@@ -1,0 +1,535 @@
+//! From an experiment and the flags of a run to a plan: every arm with its load, engine settings and model, resolved
+//! and checked, and the order they run in.
+//!
+//! Layers, each over the one before: the experiment, its rig's overrides, the quick tables, the arm, the arm's swept
+//! value, then the flags (`--model`, `--prompts`, `--set`). Repeats are the outer loop and arms the inner one, so that
+//! a drift of the machine hits all arms alike.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use toml::{Table, Value};
+
+use super::knobs::{self, Knob, Setting};
+use super::spec::{ArmSpec, ClaimSpec, ExperimentSpec, Rig};
+use crate::engine::config::EngineConfig;
+use crate::workload::spec::LoadSpec;
+use crate::{Error, Result};
+
+/// What the flags of a run ask for: enough to make the same plan again, so it is kept in run.json.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PlanOptions {
+    /// The declared experiment, or `sweep`.
+    pub experiment: String,
+    pub experiments_file: Option<PathBuf>,
+    pub device: String,
+    pub values: Option<String>,
+    pub prompts: Option<usize>,
+    pub model: Option<String>,
+    pub set: Vec<String>,
+    pub repeats: Option<usize>,
+    pub seed: Option<u64>,
+    pub quick: bool,
+    pub shard: Option<Shard>,
+    /// Knobs of a sweep with their values.
+    pub sweep: Vec<(String, String)>,
+    /// Pair the values of a sweep's knobs instead of crossing them.
+    pub zip: bool,
+}
+
+/// The i-th of n parts of a plan, i from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shard {
+    pub index: usize,
+    pub of: usize,
+}
+
+impl std::str::FromStr for Shard {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parsed =
+            text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
+        match parsed {
+            Some((index, of)) if index >= 1 && index <= of => Ok(Self { index, of }),
+            _ => Err(Error::invalid(
+                format!("`{text}` is not a shard"),
+                "write i/n with i from 1 to n, for example --shard 1/4",
+            )),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Arm {
+    pub name: String,
+    /// The swept axis; empty for an arm that sweeps nothing.
+    pub knob: String,
+    pub value: String,
+    pub baseline: bool,
+    /// Left out, with a note, where the rig cannot run it.
+    pub optional: bool,
+    pub model: String,
+    pub load: LoadSpec,
+    pub engine: EngineConfig,
+}
+
+impl Arm {
+    /// Identifies what an arm runs, whatever it is called.
+    pub fn config_hash(&self) -> String {
+        hash(&(&self.model, &self.load, &self.engine))
+    }
+}
+
+/// One arm of one repeat: the unit that is run, written and resumed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cell {
+    pub arm: usize,
+    pub repeat: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    pub experiment: String,
+    pub question: String,
+    pub part: Option<u32>,
+    pub repeats: usize,
+    pub seed: u64,
+    pub quick: bool,
+    pub arms: Vec<Arm>,
+    pub claims: Vec<ClaimSpec>,
+    /// A flag changed what the arms run, so figures published for the declared ones don't apply.
+    pub altered: bool,
+    pub shard: Option<Shard>,
+}
+
+impl Plan {
+    /// Cells in the order they run, those of other shards left out.
+    pub fn cells(&self) -> Vec<Cell> {
+        let all =
+            (0..self.repeats).flat_map(|repeat| (0..self.arms.len()).map(move |arm| Cell { arm, repeat }));
+        match self.shard {
+            None => all.collect(),
+            Some(shard) => all
+                .enumerate()
+                .filter(|(i, _)| i % shard.of == shard.index - 1)
+                .map(|(_, cell)| cell)
+                .collect(),
+        }
+    }
+
+    /// Equal for plans whose rows may stand in one table. Shards of one plan share it.
+    pub fn hash(&self) -> String {
+        hash(&(&self.experiment, self.repeats, self.seed, self.quick, &self.arms))
+    }
+
+    pub fn baseline(&self) -> &Arm {
+        self.arms.iter().find(|arm| arm.baseline).unwrap_or(&self.arms[0])
+    }
+}
+
+/// First 12 hex digits of the SHA-256 of a value's JSON.
+pub fn hash(value: &impl Serialize) -> String {
+    let json = serde_json::to_string(value).unwrap_or_default();
+    Sha256::digest(json.as_bytes()).iter().take(6).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What the arms of a rig are made of, before the arms' own keys.
+struct Base {
+    model: String,
+    values: Vec<Value>,
+    load: Table,
+    engine: Table,
+    repeats: usize,
+    arms: Vec<ArmSpec>,
+}
+
+impl Base {
+    fn new(spec: &ExperimentSpec, rig: &Rig, quick: bool) -> Self {
+        let mut base = Self {
+            model: spec.model.clone(),
+            values: spec.values.clone(),
+            load: spec.load.clone(),
+            engine: spec.engine.clone(),
+            repeats: spec.repeats.unwrap_or(1),
+            arms: spec.arms.clone(),
+        };
+        let overrides = spec.overrides(rig);
+        for over in &overrides {
+            base.model = over.model.clone().unwrap_or(base.model);
+            lay_values(&mut base.values, &over.values);
+            lay(&mut base.load, &over.load);
+            lay(&mut base.engine, &over.engine);
+            base.repeats = over.repeats.unwrap_or(base.repeats);
+            base.arms = over.arms.clone().unwrap_or(base.arms);
+        }
+        let quicks = spec.quick.iter().chain(overrides.iter().filter_map(|over| over.quick.as_ref()));
+        for table in quicks.filter(|_| quick) {
+            lay_values(&mut base.values, &table.values);
+            lay(&mut base.load, &table.load);
+            base.repeats = table.repeats.unwrap_or(base.repeats);
+        }
+        base
+    }
+}
+
+fn lay(under: &mut Table, over: &Table) {
+    under.extend(over.iter().map(|(key, value)| (key.clone(), value.clone())));
+}
+
+fn lay_values(under: &mut Vec<Value>, over: &[Value]) {
+    if !over.is_empty() {
+        *under = over.to_vec();
+    }
+}
+
+/// Resolves the plan of a declared experiment for a rig.
+///
+/// # Errors
+/// [`Error::Invalid`] for a knob, value or combination that cannot be.
+pub fn build(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<Plan> {
+    let base = Base::new(spec, rig, options.quick);
+    let sets = assignments(options)?;
+    let mut values_used = false;
+    let mut arms = Vec::new();
+    let mut specs = base.arms.clone();
+    if !base.values.is_empty() {
+        // The experiment's own axis comes first; listed arms follow.
+        specs.insert(0, ArmSpec { values: base.values.clone(), ..empty_arm() });
+    }
+    for arm_spec in &specs {
+        let knob = match arm_spec.knob.as_ref().or(spec.knob.as_ref()) {
+            Some(name) if !arm_spec.values.is_empty() => Some(knobs::find(name)?),
+            _ => None,
+        };
+        // `--values` replaces the experiment's own axis, wherever it stands as a list; arms with one value of
+        // their own are not a list.
+        let own_axis = knob.is_some_and(|knob| spec.knob.as_deref() == Some(knob.name))
+            && (arm_spec.name.is_none()
+                || arm_spec.name.as_ref().is_some_and(|name| name.contains("{value}")));
+        let settings: Vec<Option<Setting>> = match (knob, &options.values) {
+            (Some(knob), Some(text)) if own_axis => {
+                values_used = true;
+                knobs::parse_values(knob, text)?.into_iter().map(Some).collect()
+            }
+            (Some(knob), _) => {
+                let values: Result<Vec<Setting>> =
+                    arm_spec.values.iter().map(|value| knob.from_toml(value)).collect();
+                values?.into_iter().map(Some).collect()
+            }
+            (None, _) => vec![None],
+        };
+        for setting in settings {
+            let axis = match (knob, &setting) {
+                (Some(knob), Some(setting)) => vec![(knob, setting.clone())],
+                _ => Vec::new(),
+            };
+            let baseline = arm_spec.baseline || is_baseline(spec, axis.first())?;
+            arms.push(resolve(&base, arm_spec, &axis, &sets, options, baseline)?);
+        }
+    }
+    if options.values.is_some() && !values_used {
+        return Err(Error::invalid(
+            format!(
+                "experiment `{}` sweeps no single knob, so --values has nothing to replace",
+                options.experiment
+            ),
+            "use --set knob=value, or `inferwall sweep`",
+        ));
+    }
+    finish(spec, options, base.repeats, arms)
+}
+
+/// Resolves a sweep over the crossed (or paired) values of its knobs.
+pub fn build_sweep(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<Plan> {
+    let base = Base::new(spec, rig, options.quick);
+    let sets = assignments(options)?;
+    let mut axes: Vec<(&'static Knob, Vec<Setting>)> = Vec::new();
+    for (name, values) in &options.sweep {
+        let knob = knobs::find(name)?;
+        if axes.iter().any(|(other, _)| other.name == knob.name) {
+            return Err(Error::invalid(
+                format!("--knob {name} is given twice"),
+                "give each knob once, with all of its values in its --values",
+            ));
+        }
+        axes.push((knob, knobs::parse_values(knob, values)?));
+    }
+    let points = if options.zip { zipped(&axes)? } else { crossed(&axes) };
+    let arms: Result<Vec<Arm>> = points
+        .iter()
+        .enumerate()
+        .map(|(i, point)| resolve(&base, &empty_arm(), point, &sets, options, i == 0))
+        .collect();
+    finish(spec, options, base.repeats, arms?)
+}
+
+type Point = Vec<(&'static Knob, Setting)>;
+
+fn assignments(options: &PlanOptions) -> Result<Vec<(&'static Knob, Setting)>> {
+    options.set.iter().map(|text| knobs::parse_assignment(text)).collect()
+}
+
+fn crossed(axes: &[(&'static Knob, Vec<Setting>)]) -> Vec<Point> {
+    axes.iter().fold(vec![Vec::new()], |points: Vec<Point>, (knob, settings)| {
+        let extend = |point: &Point, setting: &Setting| {
+            let mut longer = point.clone();
+            longer.push((*knob, setting.clone()));
+            longer
+        };
+        points.iter().flat_map(|point| settings.iter().map(move |setting| extend(point, setting))).collect()
+    })
+}
+
+fn zipped(axes: &[(&'static Knob, Vec<Setting>)]) -> Result<Vec<Point>> {
+    let lengths: Vec<usize> = axes.iter().map(|(_, settings)| settings.len()).collect();
+    if lengths.iter().any(|&length| length != lengths[0]) {
+        return Err(Error::invalid(
+            format!("--zip pairs the values of all knobs, but they have {lengths:?} values"),
+            "give every --values the same number of values, or leave out --zip to cross them",
+        ));
+    }
+    Ok((0..lengths.first().copied().unwrap_or(0))
+        .map(|i| axes.iter().map(|(knob, settings)| (*knob, settings[i].clone())).collect())
+        .collect())
+}
+
+fn empty_arm() -> ArmSpec {
+    ArmSpec {
+        name: None,
+        model: None,
+        load: Table::new(),
+        engine: Table::new(),
+        knob: None,
+        values: Vec::new(),
+        prompts: None,
+        baseline: false,
+        optional: false,
+    }
+}
+
+fn is_baseline(spec: &ExperimentSpec, axis: Option<&(&'static Knob, Setting)>) -> Result<bool> {
+    match (&spec.baseline, axis) {
+        (Some(value), Some((knob, setting))) if spec.knob.as_deref() == Some(knob.name) => {
+            Ok(knob.from_toml(value)? == *setting)
+        }
+        _ => Ok(false),
+    }
+}
+
+fn resolve(
+    base: &Base,
+    arm: &ArmSpec,
+    axis: &[(&'static Knob, Setting)],
+    sets: &[(&'static Knob, Setting)],
+    options: &PlanOptions,
+    baseline: bool,
+) -> Result<Arm> {
+    let (mut load, mut engine) = (base.load.clone(), base.engine.clone());
+    lay(&mut load, &arm.load);
+    lay(&mut engine, &arm.engine);
+    if let Some(prompts) = arm.prompts {
+        load.insert("prompts".to_string(), Value::Integer(prompts as i64));
+    }
+    for (knob, setting) in axis {
+        knob.set(&mut engine, &mut load, setting);
+    }
+    for (knob, setting) in sets {
+        if axis.iter().any(|(swept, _)| swept.name == knob.name) {
+            return Err(Error::invalid(
+                format!("--set {}={setting} would override the swept knob", knob.name),
+                format!("use --values to choose the values of {}", knob.name),
+            ));
+        }
+        knob.set(&mut engine, &mut load, setting);
+    }
+    if let Some(prompts) = options.prompts {
+        if prompts == 0 {
+            return Err(Error::invalid("--prompts 0 asks for no requests", "give 1 or more"));
+        }
+        load.insert("prompts".to_string(), Value::Integer(prompts as i64));
+    }
+    let joined =
+        |part: fn(&(&'static Knob, Setting)) -> String| axis.iter().map(part).collect::<Vec<_>>().join(" ");
+    let value = joined(|(_, setting)| setting.to_string());
+    let name = match &arm.name {
+        Some(name) => name.replace("{value}", &value),
+        None => joined(|(knob, setting)| format!("{}={setting}", knob.name)),
+    };
+    let in_arm = |error: toml::de::Error| {
+        Error::invalid(
+            format!("arm `{name}`: {}", error.message()),
+            "see `inferwall show` for what it resolves to",
+        )
+    };
+    let load: LoadSpec = Value::Table(load).try_into().map_err(in_arm)?;
+    let engine: EngineConfig = Value::Table(engine).try_into().map_err(in_arm)?;
+    let named = |error: Error| error.context(format!("arm `{name}`"));
+    engine.validate().map_err(named)?;
+    load.validate().map_err(named)?;
+    let model = options.model.clone().or_else(|| arm.model.clone()).unwrap_or_else(|| base.model.clone());
+    let knob = joined(|(knob, _)| knob.name.to_string());
+    Ok(Arm { name, knob, value, baseline, optional: arm.optional, model, load, engine })
+}
+
+fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms: Vec<Arm>) -> Result<Plan> {
+    for (index, arm) in arms.iter().enumerate() {
+        if arms[..index].iter().any(|other| other.name == arm.name) {
+            return Err(Error::invalid(
+                format!("two arms are called `{}`", arm.name),
+                "rename one in the experiment, or change --values",
+            ));
+        }
+    }
+    if arms.is_empty() {
+        return Err(Error::invalid("the plan has no arms", "give the experiment values or arms"));
+    }
+    if !arms.iter().any(|arm| arm.baseline) {
+        arms[0].baseline = true;
+    }
+    let repeats = options.repeats.unwrap_or(repeats);
+    if repeats == 0 {
+        return Err(Error::invalid("--repeats 0 asks for no runs", "give 1 or more"));
+    }
+    let altered =
+        !options.set.is_empty() || options.prompts.is_some() || options.model.is_some() || options.quick;
+    Ok(Plan {
+        experiment: options.experiment.clone(),
+        question: spec.question.clone(),
+        part: spec.part,
+        repeats,
+        seed: options.seed.unwrap_or(0),
+        quick: options.quick,
+        arms,
+        claims: spec.claims.clone(),
+        altered,
+        shard: options.shard,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::device::DeviceKind;
+    use crate::experiment::spec;
+
+    const TOML: &str = r#"
+[a]
+question = "q"
+model = "synthetic:qwen3.5-4b"
+knob = "max_num_seqs"
+values = [1, 4]
+baseline = 4
+repeats = 2
+[a.load]
+input_len = 256
+output_len = 128
+[a.engine]
+kv_blocks = 586
+[[a.arms]]
+name = "tight {value}"
+knob = "kv_blocks"
+values = [40, 80]
+[a.rig.cpu]
+model = "synthetic:demo"
+values = [1, 2]
+load = { input_len = 32 }
+quick = { values = [1], repeats = 1 }
+[a.rig."sim:series"]
+engine = { kv_layout = "unified" }
+"#;
+
+    fn rig(kind: DeviceKind, id: &str) -> Rig {
+        Rig { kind, id: id.to_string() }
+    }
+
+    fn plan(options: PlanOptions, kind: DeviceKind) -> Result<Plan> {
+        let experiments = spec::parse(TOML, "t.toml").unwrap();
+        build(&experiments["a"], &PlanOptions { experiment: "a".into(), ..options }, &rig(kind, "sim:series"))
+    }
+
+    fn names(plan: &Plan) -> Vec<&str> {
+        plan.arms.iter().map(|arm| arm.name.as_str()).collect()
+    }
+
+    #[test]
+    fn arms_are_the_values_then_the_listed_ones() {
+        let plan = plan(PlanOptions::default(), DeviceKind::Sim).unwrap();
+        assert_eq!(names(&plan), ["max_num_seqs=1", "max_num_seqs=4", "tight 40", "tight 80"]);
+        assert_eq!(plan.baseline().name, "max_num_seqs=4");
+        assert_eq!(plan.arms[2].engine.kv_blocks, Some(40));
+        assert_eq!((plan.arms[2].knob.as_str(), plan.arms[2].value.as_str()), ("kv_blocks", "40"));
+        assert_eq!(plan.arms[0].engine.kv_blocks, Some(586));
+        assert_eq!(plan.arms[0].engine.kv_layout, crate::engine::config::KvLayout::Unified);
+    }
+
+    #[test]
+    fn a_rig_and_quick_lay_over_it() {
+        let cpu = plan(PlanOptions::default(), DeviceKind::Cpu).unwrap();
+        assert_eq!(names(&cpu)[..2], ["max_num_seqs=1", "max_num_seqs=2"]);
+        assert_eq!(cpu.arms[0].model, "synthetic:demo");
+        let quick = plan(PlanOptions { quick: true, ..Default::default() }, DeviceKind::Cpu).unwrap();
+        assert_eq!((quick.repeats, quick.arms.len()), (1, 3));
+    }
+
+    #[test]
+    fn values_replace_the_declared_ones_and_leave_other_arms() {
+        let values = Some("8,16".to_string());
+        let plan = plan(PlanOptions { values, ..Default::default() }, DeviceKind::Sim).unwrap();
+        assert_eq!(names(&plan), ["max_num_seqs=8", "max_num_seqs=16", "tight 40", "tight 80"]);
+    }
+
+    #[test]
+    fn repeats_are_outside_and_arms_inside() {
+        let plan = plan(PlanOptions::default(), DeviceKind::Sim).unwrap();
+        let order: Vec<_> = plan.cells().iter().map(|cell| (cell.repeat, cell.arm)).collect();
+        assert_eq!(order, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]);
+    }
+
+    #[test]
+    fn shards_cover_the_plan_once_and_share_its_hash() {
+        let whole = plan(PlanOptions::default(), DeviceKind::Sim).unwrap();
+        let mut cells = Vec::new();
+        for index in 1..=3 {
+            let shard = Some(Shard { index, of: 3 });
+            let part = plan(PlanOptions { shard, ..Default::default() }, DeviceKind::Sim).unwrap();
+            assert_eq!(part.hash(), whole.hash());
+            cells.extend(part.cells());
+        }
+        cells.sort_by_key(|cell| (cell.repeat, cell.arm));
+        assert_eq!(cells, whole.cells());
+        assert!("0/3".parse::<Shard>().is_err() && "4/3".parse::<Shard>().is_err());
+    }
+
+    #[test]
+    fn set_changes_the_arm_but_never_its_name() {
+        let set = vec!["kv_block_tokens=32".to_string()];
+        let plan = plan(PlanOptions { set, ..Default::default() }, DeviceKind::Sim).unwrap();
+        assert_eq!(names(&plan)[0], "max_num_seqs=1");
+        assert_eq!(plan.arms[0].engine.kv_block_tokens, 32);
+        assert!(plan.altered);
+    }
+
+    #[test]
+    fn set_of_the_swept_knob_is_refused() {
+        let set = vec!["max_num_seqs=3".to_string()];
+        let error = plan(PlanOptions { set, ..Default::default() }, DeviceKind::Sim).unwrap_err();
+        assert!(error.hint().contains("--values"));
+    }
+
+    #[test]
+    fn sweeps_cross_or_pair() {
+        let experiments = spec::parse(TOML, "t.toml").unwrap();
+        let sweep = vec![("max_num_seqs".into(), "1,2".into()), ("input_len".into(), "8,16".into())];
+        let mut options = PlanOptions { experiment: "sweep".into(), sweep, ..Default::default() };
+        let rig = rig(DeviceKind::Sim, "sim:fixed");
+        let plan = build_sweep(&experiments["a"], &options, &rig).unwrap();
+        assert_eq!(plan.arms.len(), 4);
+        assert_eq!(plan.arms[1].name, "max_num_seqs=1 input_len=16");
+        options.zip = true;
+        let plan = build_sweep(&experiments["a"], &options, &rig).unwrap();
+        assert_eq!(names(&plan), ["max_num_seqs=1 input_len=8", "max_num_seqs=2 input_len=16"]);
+    }
+}

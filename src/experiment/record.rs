@@ -1,0 +1,191 @@
+//! run.json: everything about a run that is not a row of a table.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::claims::Verdict;
+use super::folder::RUN_FILE;
+use super::plan::{Plan, PlanOptions};
+use crate::engine::account::Ceilings;
+use crate::engine::config::EngineConfig;
+use crate::engine::device::{DeviceInfo, DeviceKind};
+use crate::measure::summary::SCHEMA;
+use crate::{Error, Result};
+
+/// `0.1.0+<commit>`: version and commit of this binary.
+pub fn build_id() -> String {
+    format!("{}+{}", env!("CARGO_PKG_VERSION"), env!("INFERWALL_COMMIT"))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// Also what a killed run keeps saying.
+    Running,
+    Complete,
+    Interrupted,
+    Failed,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RunRecord {
+    pub schema: u32,
+    pub experiment: String,
+    pub status: Status,
+    /// As typed, program name left out.
+    pub command: Vec<String>,
+    pub version: String,
+    pub commit: String,
+    pub build: String,
+    pub started: String,
+    pub ended: Option<String>,
+    /// When it was resumed, if it was.
+    #[serde(default)]
+    pub resumed: Vec<String>,
+    /// Resumed with --force although something differed; what did.
+    #[serde(default)]
+    pub forced: Vec<String>,
+    pub options: PlanOptions,
+    pub plan: Plan,
+    pub plan_hash: String,
+    /// Seed of each repeat.
+    pub seeds: Vec<u64>,
+    pub device: DeviceRecord,
+    pub ceilings: Ceilings,
+    pub models: Vec<ModelRecord>,
+    /// Every arm's engine as it ran, with the pools it got.
+    pub arms: Vec<ResolvedArm>,
+    /// Arms left out, and why.
+    #[serde(default)]
+    pub skipped: Vec<SkippedArm>,
+    #[serde(default)]
+    pub warnings: Vec<String>,
+    /// Filled when the run is complete.
+    #[serde(default)]
+    pub claims: Vec<Verdict>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeviceRecord {
+    pub kind: DeviceKind,
+    pub id: String,
+    pub name: String,
+    pub simulated: bool,
+    pub memory_bytes: u64,
+    /// Driver, CUDA version, CPU features, threads, clocks: whatever the device says.
+    pub facts: BTreeMap<String, String>,
+    /// Facts that had changed when the run ended.
+    #[serde(default)]
+    pub facts_at_end: BTreeMap<String, String>,
+    /// Why `--device auto` chose it; empty when it was asked for.
+    pub chosen_because: String,
+}
+
+impl DeviceRecord {
+    pub fn new(info: &DeviceInfo, chosen_because: &str) -> Self {
+        Self {
+            kind: info.kind,
+            id: info.id.clone(),
+            name: info.name.clone(),
+            simulated: info.simulated(),
+            memory_bytes: info.memory_bytes,
+            facts: info.facts.iter().cloned().collect(),
+            facts_at_end: BTreeMap::new(),
+            chosen_because: chosen_because.to_string(),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelRecord {
+    /// As asked for.
+    pub reference: String,
+    pub name: String,
+    pub hash: String,
+    /// `real` or `synthetic`.
+    pub weights: String,
+    /// Bytes of all weights, and of those one step streams.
+    pub weight_bytes: u64,
+    pub streamed_bytes: u64,
+    /// Time its first load took; `None` while it has not been loaded.
+    pub load_s: Option<f64>,
+    /// The first step after the first load: cold, and never part of a measured row.
+    pub cold_step_ms: Option<f64>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ResolvedArm {
+    pub name: String,
+    pub model: String,
+    pub config_hash: String,
+    pub engine: EngineConfig,
+    pub kv_blocks: usize,
+    pub kv_block_tokens: usize,
+    pub state_slots: usize,
+    pub kv_dtype: String,
+    pub state_dtype: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SkippedArm {
+    pub arm: String,
+    pub reason: String,
+}
+
+pub fn now() -> String {
+    jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+impl RunRecord {
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(RUN_FILE);
+        let text = std::fs::read_to_string(&path).map_err(|error| {
+            let what = if folder.is_dir() { "is not a results folder" } else { "is not a folder" };
+            Error::invalid(
+                format!("{} {what}: {}: {error}", folder.display(), RUN_FILE),
+                "give the folder of a run, the one with run.json and summary.csv in it",
+            )
+        })?;
+        let record: Self = serde_json::from_str(&text).map_err(|error| {
+            Error::invalid(
+                format!("{}: {error}", path.display()),
+                "it was written by another version, or is damaged",
+            )
+        })?;
+        if record.schema != SCHEMA {
+            return Err(Error::invalid(
+                format!("{} has schema {}, this version reads {SCHEMA}", path.display(), record.schema),
+                "use the version that wrote it",
+            ));
+        }
+        Ok(record)
+    }
+
+    pub fn json(&self) -> Result<Vec<u8>> {
+        let mut bytes = serde_json::to_vec_pretty(self)
+            .map_err(|error| Error::failed(format!("cannot write {RUN_FILE}: {error}"), ""))?;
+        bytes.push(b'\n');
+        Ok(bytes)
+    }
+
+    /// What keeps rows of `other` from standing in one table with this run's, in words.
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        let mut all = Vec::new();
+        let mut compare = |what: &str, one: &str, two: &str| {
+            if one != two {
+                all.push(format!("{what}: {one} against {two}"));
+            }
+        };
+        compare("plan", &self.plan_hash, &other.plan_hash);
+        compare("build", &self.build, &other.build);
+        compare("device", &self.device.id, &other.device.id);
+        compare("device name", &self.device.name, &other.device.name);
+        let hashes = |record: &Self| {
+            record.models.iter().map(|model| model.hash.clone()).collect::<Vec<_>>().join(" ")
+        };
+        compare("weights", &hashes(self), &hashes(other));
+        all
+    }
+}

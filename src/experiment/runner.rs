@@ -1,0 +1,286 @@
+//! Runs a prepared plan cell by cell, and writes each cell's rows as soon as it is finished.
+//!
+//! Models are loaded when the next cell needs another one, and sessions opened when the next cell needs other pools
+//! or settings. On a virtual clock every cell opens its own session, so that its times start at 0 and a resumed run
+//! gives the same bits as an undisturbed one.
+
+use std::time::Instant;
+
+use super::drive::{Submission, drive};
+use super::folder::{RUN_FILE, ResultsFolder};
+use super::interrupt;
+use super::plan::{Arm, Cell, Plan};
+use super::prepare::{self, Prepared, PreparedArm, weights_word};
+use super::record::{RunRecord, SkippedArm, build_id};
+use super::target::Embedded;
+use crate::engine::Engine;
+use crate::engine::account::Ceilings;
+use crate::engine::clock::Clock;
+use crate::engine::config::EngineConfig;
+use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
+use crate::measure::recorder::ArmRecord;
+use crate::measure::summarize::{Conditions, summarize};
+use crate::measure::summary::ArmLabel;
+use crate::report::chrome_trace::ChromeTrace;
+use crate::report::csv::rows;
+use crate::report::{numbers, overview};
+use crate::workload::rate::Rate;
+use crate::workload::seeds::repeat_seed;
+use crate::{Error, Result};
+
+/// How a run tells of its progress. Nothing of it is data.
+pub trait Progress {
+    /// The `position`th of `of` cells begins: `total` answers are expected.
+    fn begin(&mut self, position: usize, of: usize, what: &str, total: u64);
+    fn advance(&mut self, done: u64);
+    fn line(&mut self, text: &str);
+    fn end(&mut self);
+}
+
+/// Share by which the median step of a warm-up round may differ from the round's before to count as stationary.
+const STATIONARY: f64 = 0.05;
+
+pub struct Runner<'a> {
+    pub plan: &'a Plan,
+    pub prepared: &'a mut Prepared,
+    pub device: &'a mut dyn Device,
+    pub ceilings: Ceilings,
+    pub folder: &'a mut ResultsFolder,
+    pub record: &'a mut RunRecord,
+    pub trace: bool,
+    pub progress: &'a mut dyn Progress,
+}
+
+/// What is on the device now.
+struct Loaded {
+    reference: String,
+    options: LoadOptions,
+    model: Box<dyn Model>,
+    clock: Clock,
+    session: Option<OpenSession>,
+}
+
+struct OpenSession {
+    config: EngineConfig,
+    pools: CachePlan,
+    engine: Engine,
+}
+
+impl Runner<'_> {
+    /// Runs every cell that is not finished yet.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
+    pub fn run(&mut self) -> Result<()> {
+        let mut loaded: Option<Loaded> = None;
+        let mut trace = self.trace.then(|| ChromeTrace::new(self.ceilings));
+        let cells = self.plan.cells();
+        for (position, &cell) in cells.iter().enumerate() {
+            if self.prepared.arms[cell.arm].is_none() {
+                continue;
+            }
+            let finished = self.folder.finished().contains(&cell);
+            let wants_trace = trace.is_some() && cell.repeat == self.first_repeat(&cells, cell.arm);
+            if finished && !wants_trace {
+                continue;
+            }
+            interrupt::check()?;
+            if !self.load(&mut loaded, cell.arm)? {
+                continue;
+            }
+            let Some(on_device) = loaded.as_mut() else { continue };
+            if !finished {
+                self.measure(on_device, cell, (position + 1, cells.len()))?;
+            }
+            if let Some(trace) = trace.as_mut().filter(|_| wants_trace) {
+                self.trace_arm(on_device, cell, trace)?;
+                self.folder.replace("trace.json.gz", &trace.gzip()?)?;
+            }
+        }
+        self.progress.end();
+        Ok(())
+    }
+
+    fn first_repeat(&self, cells: &[Cell], arm: usize) -> usize {
+        cells.iter().filter(|cell| cell.arm == arm).map(|cell| cell.repeat).min().unwrap_or(0)
+    }
+
+    /// Puts the arm's model onto the device if another one is there. False when an optional arm turns out not to run
+    /// here, which is then noted.
+    fn load(&mut self, loaded: &mut Option<Loaded>, index: usize) -> Result<bool> {
+        let arm = &self.plan.arms[index];
+        let options = LoadOptions { cpu_math: arm.engine.cpu_math, threads: arm.engine.threads };
+        let there = loaded.as_ref();
+        if there.is_some_and(|there| there.reference == arm.model && there.options == options) {
+            return Ok(true);
+        }
+        // The old model goes first: the device may not hold both.
+        *loaded = None;
+        let opened = &self.prepared.models[&arm.model];
+        let began = Instant::now();
+        let progress = &mut *self.progress;
+        progress.begin(0, 0, &format!("loading {}", arm.model), opened.layout.weight_bytes());
+        let result = self.device.load(&opened.layout, &opened.weights, &options, &mut |progress_bytes| {
+            progress.advance(progress_bytes.done_bytes);
+        });
+        match result {
+            Ok(model) => {
+                if let Some(record) =
+                    self.record.models.iter_mut().find(|record| record.reference == arm.model)
+                {
+                    record.load_s.get_or_insert(began.elapsed().as_secs_f64());
+                }
+                let clock = self.device.clock();
+                *loaded = Some(Loaded { reference: arm.model.clone(), options, model, clock, session: None });
+                Ok(true)
+            }
+            Err(error @ Error::Invalid { .. }) if arm.optional => {
+                self.progress.line(&format!("{}: left out: {error}", arm.name));
+                self.record.skipped.push(SkippedArm { arm: arm.name.clone(), reason: error.to_string() });
+                self.prepared.arms[index] = None;
+                Ok(false)
+            }
+            Err(error) => Err(error.context(format!("arm `{}`", arm.name))),
+        }
+    }
+
+    /// A session for the arm: the one that is open when it fits, else a new one.
+    fn session<'s>(&self, loaded: &'s mut Loaded, ready: &PreparedArm) -> Result<&'s mut Engine> {
+        let fits = loaded.session.as_ref().is_some_and(|session| {
+            !loaded.clock.is_virtual()
+                && !ready.config.prefix_caching
+                && session.config == ready.config
+                && session.pools == ready.pools
+                && session.engine.is_idle()
+        });
+        let session = match loaded.session.take() {
+            Some(session) if fits => session,
+            old => {
+                // Its pools are given back before new ones are asked for.
+                drop(old);
+                if loaded.clock.is_virtual() {
+                    loaded.clock = self.device.clock();
+                }
+                let engine = Engine::new(
+                    loaded.model.as_ref(),
+                    ready.pools.clone(),
+                    ready.config.clone(),
+                    self.ceilings,
+                    loaded.clock.clone(),
+                )?;
+                OpenSession { config: ready.config.clone(), pools: ready.pools.clone(), engine }
+            }
+        };
+        Ok(&mut loaded.session.insert(session).engine)
+    }
+
+    /// Warms up, measures and writes one cell.
+    fn measure(&mut self, loaded: &mut Loaded, cell: Cell, (position, of): (usize, usize)) -> Result<()> {
+        let arm = &self.plan.arms[cell.arm];
+        let Some(ready) = &self.prepared.arms[cell.arm] else { return Ok(()) };
+        let model = &self.prepared.models[&arm.model];
+        let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
+        let what = match self.plan.repeats {
+            1 => arm.name.clone(),
+            repeats => format!("{} (repeat {}/{repeats})", arm.name, cell.repeat + 1),
+        };
+        let (delay_s, gap_s) = self.device.submission_delay_s();
+        let submission = Submission { delay_s, gap_s };
+        let engine = self.session(loaded, ready)?;
+        engine.set_trace(false);
+
+        let mut before_ms: Option<f64> = None;
+        for round in 0..arm.load.warmup.max_rounds {
+            let Some(warmup) = prepare::warmup(self.plan, arm, model, cell.repeat, round)? else { break };
+            self.progress.begin(position, of, &format!("{what}: warm-up"), warmup.requests.len() as u64);
+            let progress = &mut *self.progress;
+            let record = drive(&mut Embedded { engine }, warmup, Submission::default(), &mut |done| {
+                progress.advance(done as u64)
+            })?;
+            if let Some(model) = self.record.models.iter_mut().find(|model| model.reference == arm.model) {
+                let cold_ms = record.steps.first().map(|step| step.wall_s * 1e3);
+                model.cold_step_ms = model.cold_step_ms.or(cold_ms);
+            }
+            let now_ms = numbers::median(record.steps.iter().map(|step| step.wall_s * 1e3));
+            let stationary =
+                before_ms.zip(now_ms).is_some_and(|(before, now)| (now / before - 1.0).abs() <= STATIONARY);
+            if stationary {
+                break;
+            }
+            before_ms = now_ms;
+        }
+
+        let expected = schedule.requests.len() as u64;
+        let offered_rate = schedule.offered_rate;
+        self.progress.begin(position, of, &what, expected);
+        let progress = &mut *self.progress;
+        let record =
+            drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
+        self.write(cell, &record, offered_rate)
+    }
+
+    fn write(&mut self, cell: Cell, record: &ArmRecord, offered_rate: Option<Rate>) -> Result<()> {
+        let arm = &self.plan.arms[cell.arm];
+        let repeat = cell.repeat as u32;
+        let label = self.label(arm, cell);
+        let conditions =
+            Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo, traffic_ratio: None };
+        let summary = summarize(record, &label, &conditions);
+        let files = [
+            ("requests.csv", rows(record.request_rows(&arm.name, repeat))?),
+            ("tokens.csv", rows(record.token_rows(&arm.name, repeat))?),
+            ("steps.csv", rows(record.step_rows(&arm.name, repeat))?),
+            ("summary.csv", rows([&summary])?),
+        ];
+        self.folder.append(cell, &files)?;
+        self.progress.line(&overview::one_line(&summary, self.plan.repeats));
+        Ok(())
+    }
+
+    fn label(&self, arm: &Arm, cell: Cell) -> ArmLabel {
+        let layout = &self.prepared.models[&arm.model].layout;
+        let info = self.device.info();
+        let math = format!("{:?}", arm.engine.cpu_math).to_lowercase();
+        ArmLabel {
+            experiment: self.plan.experiment.clone(),
+            arm: arm.name.clone(),
+            knob: arm.knob.clone(),
+            value: arm.value.as_str().into(),
+            repeat: cell.repeat as u32,
+            device: info.id.clone(),
+            simulated: info.simulated(),
+            model: arm.model.clone(),
+            synthetic_weights: weights_word(layout.synthetic) == "synthetic",
+            load: arm.load.describe(arm.engine.max_num_seqs),
+            seed: repeat_seed(self.plan.seed, cell.repeat as u32),
+            quick: self.plan.quick,
+            cpu_math: if info.kind == DeviceKind::Cpu { math } else { String::new() },
+            config_hash: arm.config_hash(),
+            build: build_id(),
+        }
+    }
+
+    /// One more pass of an arm with kernels recorded. Its rows go nowhere.
+    fn trace_arm(&mut self, loaded: &mut Loaded, cell: Cell, trace: &mut ChromeTrace) -> Result<()> {
+        let arm = &self.plan.arms[cell.arm];
+        let Some(ready) = &self.prepared.arms[cell.arm] else { return Ok(()) };
+        let model = &self.prepared.models[&arm.model];
+        let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
+        let (delay_s, gap_s) = self.device.submission_delay_s();
+        let engine = self.session(loaded, ready)?;
+        engine.set_trace(true);
+        self.progress.begin(0, 0, &format!("{}: tracing", arm.name), schedule.requests.len() as u64);
+        let progress = &mut *self.progress;
+        let record = drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, &mut |done| {
+            progress.advance(done as u64);
+        });
+        engine.set_trace(false);
+        trace.add(&arm.name, &record?);
+        Ok(())
+    }
+
+    /// Writes run.json as it stands.
+    pub fn save_record(&self) -> Result<()> {
+        self.folder.replace(RUN_FILE, &self.record.json()?)
+    }
+}

@@ -1,0 +1,387 @@
+//! experiments.toml as it is written: one table an experiment.
+//!
+//! The file is read twice from the same text. Strictly, with `load` and `engine` as the types they end up in, so that
+//! an unknown key or a wrong type is reported with its line and column; and as plain tables, so that a rig's, a quick
+//! run's or an arm's override can be laid over the experiment's own keys before they become those types.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use super::knobs;
+use crate::engine::config::EngineConfig;
+use crate::engine::device::DeviceKind;
+use crate::workload::spec::LoadSpec;
+use crate::{Error, Result};
+
+/// The experiments that come with the binary.
+pub const BUILT_IN: &str = include_str!("../../experiments.toml");
+
+/// `L` and `E` are `load` and `engine`: typed when checking, plain tables when laying overrides over them.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(
+    deny_unknown_fields,
+    bound(deserialize = "L: Default + Deserialize<'de>, E: Default + Deserialize<'de>")
+)]
+pub struct ExperimentSpec<L = Table, E = Table> {
+    /// What the reader wants to know.
+    pub question: String,
+    /// Part of the series, where it is one.
+    pub part: Option<u32>,
+    /// `synthetic:<preset>`, a hub id or a folder: the model on a GPU and in a simulation.
+    pub model: String,
+    /// The swept knob, its values, and the value the others are compared with (the first unless said).
+    pub knob: Option<String>,
+    #[serde(default)]
+    pub values: Vec<Value>,
+    pub baseline: Option<Value>,
+    #[serde(default)]
+    pub load: L,
+    #[serde(default)]
+    pub engine: E,
+    pub repeats: Option<usize>,
+    /// Where one knob is not enough.
+    #[serde(default)]
+    pub arms: Vec<ArmSpec<L, E>>,
+    /// What a class of rig does differently.
+    #[serde(default)]
+    pub rig: BTreeMap<RigKey, Override<L, E>>,
+    /// What `--quick` does differently on every rig.
+    pub quick: Option<QuickOverride<L>>,
+    #[serde(default)]
+    pub claims: Vec<ClaimSpec>,
+}
+
+/// An arm, or one arm a value of its own `knob` (the experiment's unless said). `name` may hold `{value}`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(
+    deny_unknown_fields,
+    bound(deserialize = "L: Default + Deserialize<'de>, E: Default + Deserialize<'de>")
+)]
+pub struct ArmSpec<L = Table, E = Table> {
+    pub name: Option<String>,
+    pub model: Option<String>,
+    #[serde(default)]
+    pub load: L,
+    #[serde(default)]
+    pub engine: E,
+    pub knob: Option<String>,
+    #[serde(default)]
+    pub values: Vec<Value>,
+    pub prompts: Option<usize>,
+    #[serde(default)]
+    pub baseline: bool,
+    /// Leave the arm out, with a note, on a rig that cannot run it (too little memory, a format it has no kernels for).
+    #[serde(default)]
+    pub optional: bool,
+}
+
+/// Whom an override is for: a class of rig (`cpu`, `cuda`, `sim`) or a device by its id (`sim:series`).
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(try_from = "String")]
+pub struct RigKey(String);
+
+impl TryFrom<String> for RigKey {
+    type Error = String;
+
+    fn try_from(key: String) -> Result<Self, String> {
+        if ["cpu", "cuda", "sim"].contains(&key.as_str())
+            || key.starts_with("sim:")
+            || key.starts_with("cuda:")
+        {
+            Ok(Self(key))
+        } else {
+            Err(format!("unknown rig `{key}`, expected cpu, cuda, sim or a device id such as sim:series"))
+        }
+    }
+}
+
+/// Where a plan is to run: the class chooses defaults, the id chooses overrides made for that device alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rig {
+    pub kind: DeviceKind,
+    /// As [`crate::engine::device::DeviceInfo::id`].
+    pub id: String,
+}
+
+impl Rig {
+    pub fn class(&self) -> &'static str {
+        match self.kind {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Cuda => "cuda",
+            DeviceKind::Sim => "sim",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(
+    deny_unknown_fields,
+    bound(deserialize = "L: Default + Deserialize<'de>, E: Default + Deserialize<'de>")
+)]
+pub struct Override<L = Table, E = Table> {
+    pub model: Option<String>,
+    #[serde(default)]
+    pub values: Vec<Value>,
+    #[serde(default)]
+    pub load: L,
+    #[serde(default)]
+    pub engine: E,
+    pub repeats: Option<usize>,
+    /// In place of the experiment's arms.
+    pub arms: Option<Vec<ArmSpec<L, E>>>,
+    pub quick: Option<QuickOverride<L>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, bound(deserialize = "L: Default + Deserialize<'de>"))]
+pub struct QuickOverride<L = Table> {
+    #[serde(default)]
+    pub values: Vec<Value>,
+    #[serde(default)]
+    pub load: L,
+    pub repeats: Option<usize>,
+}
+
+/// A published or physical statement, checked on every run. The number it speaks of is `metric` of `arm` (of one of its
+/// named populations where `population` is given), divided by the same of `over` where given; or a term of the
+/// step-time fit. It holds within `tolerance` (relative) of `expect`,
+/// or between `at_least` and `at_most`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClaimSpec {
+    pub text: String,
+    /// A column of summary.csv, or of populations.csv.
+    pub metric: Option<String>,
+    pub population: Option<String>,
+    pub arm: Option<String>,
+    pub over: Option<String>,
+    pub fit: Option<FitTerm>,
+    pub expect: Option<f64>,
+    pub tolerance: Option<f64>,
+    pub at_least: Option<f64>,
+    pub at_most: Option<f64>,
+    /// Where it was published: a device by id (`sim:series`) or name (`NVIDIA H200`), a class (`cpu`, `cuda`, `sim`),
+    /// or `any` for what holds everywhere.
+    #[serde(default = "any_rig")]
+    pub rig: String,
+}
+
+fn any_rig() -> String {
+    "any".to_string()
+}
+
+/// Terms of step time = shared + private x sequences, fitted over decode steps of all arms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FitTerm {
+    SharedMs,
+    PrivateMs,
+    /// Sequences at which the private part equals the shared one.
+    CrossingSequences,
+}
+
+impl ExperimentSpec {
+    /// Overrides for a rig, the general one first.
+    pub fn overrides(&self, rig: &Rig) -> Vec<&Override> {
+        let keys = [rig.class().to_string(), rig.id.clone()];
+        keys.into_iter().filter_map(|key| self.rig.get(&RigKey(key))).collect()
+    }
+}
+
+pub type Experiments = BTreeMap<String, ExperimentSpec>;
+
+/// Reads and checks a whole file.
+///
+/// # Errors
+/// [`Error::Invalid`] with file, line and column.
+pub fn parse(text: &str, file: &str) -> Result<Experiments> {
+    let broken = |error: toml::de::Error| {
+        let place = error.span().map_or_else(String::new, |span| {
+            let (line, column) = line_and_column(text, span.start);
+            format!(":{line}:{column}")
+        });
+        let message = error.message().replace('\n', " ");
+        Error::invalid(
+            format!("{file}{place}: {message}"),
+            "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, rig, quick, claims",
+        )
+    };
+    toml::from_str::<BTreeMap<String, ExperimentSpec<LoadSpec, EngineConfig>>>(text).map_err(broken)?;
+    let experiments: Experiments = toml::from_str(text).map_err(broken)?;
+    for (name, spec) in &experiments {
+        check(name, spec).map_err(|error| error.context(format!("{file}: [{name}]")))?;
+    }
+    Ok(experiments)
+}
+
+/// The experiments built in, or those of a file.
+pub fn load(file: Option<&Path>) -> Result<Experiments> {
+    match file {
+        None => parse(BUILT_IN, "experiments.toml"),
+        Some(path) => {
+            let text = std::fs::read_to_string(path).map_err(|error| Error::read(path, &error))?;
+            parse(&text, &path.display().to_string())
+        }
+    }
+}
+
+/// # Errors
+/// [`Error::Invalid`] that offers the nearest name.
+pub fn find<'a>(experiments: &'a Experiments, name: &str) -> Result<&'a ExperimentSpec> {
+    experiments.get(name).ok_or_else(|| {
+        let hint = match knobs::nearest(name, experiments.keys().map(String::as_str)) {
+            Some(nearest) => format!("did you mean `{nearest}`? `inferwall list` shows all"),
+            None => "`inferwall list` shows all experiments".to_string(),
+        };
+        Error::invalid(format!("unknown experiment `{name}`"), hint)
+    })
+}
+
+/// What the types cannot say: names of knobs, their values, and what a claim must hold.
+fn check(name: &str, spec: &ExperimentSpec) -> Result<()> {
+    if name.is_empty()
+        || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        || name.starts_with('.')
+    {
+        return Err(Error::invalid(
+            "the name of an experiment is also a folder: use letters, digits, `-`, `_` and `.`",
+            "rename the table",
+        ));
+    }
+    let check_values = |knob: Option<&String>, values: &[Value]| -> Result<()> {
+        match knob {
+            None if values.is_empty() => Ok(()),
+            None => Err(Error::invalid("`values` without a `knob`", "add knob = \"...\"")),
+            Some(knob) => {
+                let knob = knobs::find(knob)?;
+                values.iter().try_for_each(|value| knob.from_toml(value).map(|_| ()))
+            }
+        }
+    };
+    check_values(spec.knob.as_ref(), &spec.values)?;
+    if let Some(baseline) = &spec.baseline {
+        check_values(spec.knob.as_ref(), std::slice::from_ref(baseline))?;
+    }
+    if spec.values.is_empty() && spec.arms.is_empty() {
+        return Err(Error::invalid(
+            "neither `values` nor `arms`",
+            "give the knob's values, or a list of arms",
+        ));
+    }
+    if spec.repeats == Some(0) {
+        return Err(Error::invalid("repeats = 0", "repeats must be 1 or more"));
+    }
+    if let Some(quick) = &spec.quick {
+        check_values(spec.knob.as_ref(), &quick.values)?;
+    }
+    let mut all_arms: Vec<&ArmSpec> = spec.arms.iter().collect();
+    for rig in spec.rig.values() {
+        check_values(spec.knob.as_ref(), &rig.values)?;
+        if let Some(quick) = &rig.quick {
+            check_values(spec.knob.as_ref(), &quick.values)?;
+        }
+        all_arms.extend(rig.arms.iter().flatten());
+    }
+    for arm in all_arms {
+        check_values(arm.knob.as_ref().or(spec.knob.as_ref()), &arm.values)?;
+        if arm.values.is_empty() && arm.name.is_none() {
+            return Err(Error::invalid("an arm with neither `name` nor `values`", "give it a name"));
+        }
+        let named_twice =
+            arm.values.len() > 1 && arm.name.as_ref().is_some_and(|name| !name.contains("{value}"));
+        if named_twice {
+            return Err(Error::invalid(
+                format!("arm `{}` has several values and one name", arm.name.as_deref().unwrap_or("")),
+                "put {value} into its name",
+            ));
+        }
+    }
+    spec.claims.iter().try_for_each(check_claim)
+}
+
+fn check_claim(claim: &ClaimSpec) -> Result<()> {
+    let context = |fact: &str, hint: &str| Error::invalid(format!("claim \"{}\": {fact}", claim.text), hint);
+    match (&claim.metric, claim.fit) {
+        (Some(_), None) if claim.arm.is_some() => {}
+        (None, Some(_)) if claim.arm.is_none() && claim.over.is_none() => {}
+        _ => {
+            return Err(context(
+                "what it measures is unclear",
+                "give `metric` and `arm` (and `over`), or `fit`",
+            ));
+        }
+    }
+    let band = claim.expect.is_some() && claim.tolerance.is_some_and(|tolerance| tolerance > 0.0);
+    let bound = claim.at_least.is_some() || claim.at_most.is_some();
+    if band == bound || (!band && claim.expect.is_some()) {
+        return Err(context("no limits", "give `expect` and `tolerance`, or `at_least` and/or `at_most`"));
+    }
+    Ok(())
+}
+
+/// Both counted from 1; the column in characters.
+fn line_and_column(text: &str, offset: usize) -> (usize, usize) {
+    let before = text.get(..offset).unwrap_or(text);
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
+    (line, column)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str =
+        "[a]\nquestion = \"q\"\nmodel = \"synthetic:demo\"\nknob = \"max_num_seqs\"\nvalues = [1, 2]\n";
+
+    fn error_of(text: &str) -> String {
+        parse(text, "e.toml").unwrap_err().to_string()
+    }
+
+    #[test]
+    fn built_in_experiments_are_valid() {
+        let experiments = parse(BUILT_IN, "experiments.toml").unwrap();
+        assert!(experiments.contains_key("part3-batching-cliff"));
+    }
+
+    #[test]
+    fn unknown_keys_have_line_and_column() {
+        assert!(error_of(&format!("{GOOD}vlaues = [3]\n")).starts_with("e.toml:6:1: unknown field `vlaues`"));
+        let in_engine = error_of(&format!("{GOOD}[a.engine]\nmax_seqs = 3\n"));
+        assert!(in_engine.starts_with("e.toml:7:1: unknown field `max_seqs`"), "{in_engine}");
+        let rig = error_of(&format!("{GOOD}[a.rig.gpu]\nvalues = [3]\n"));
+        assert!(rig.starts_with("e.toml:6:8: unknown rig `gpu`"), "{rig}");
+        let in_load = error_of(&format!("{GOOD}[a.rig.cpu.load]\ninput = 3\n"));
+        assert!(in_load.starts_with("e.toml:7:1: unknown field `input`"), "{in_load}");
+    }
+
+    #[test]
+    fn broken_syntax_has_line_and_column() {
+        assert!(
+            error_of("[a]\nquestion = \n").starts_with("e.toml:2:1"),
+            "{}",
+            error_of("[a]\nquestion = \n")
+        );
+    }
+
+    #[test]
+    fn knobs_and_values_are_checked() {
+        let error = parse(&GOOD.replace("max_num_seqs", "max_num_sqs"), "e.toml").unwrap_err();
+        assert_eq!(error.to_string(), "e.toml: [a]: unknown knob `max_num_sqs`");
+        assert_eq!(error.hint(), "did you mean `max_num_seqs`?");
+        assert_eq!(
+            error_of(&GOOD.replace("[1, 2]", "[1, 0]")),
+            "e.toml: [a]: max_num_seqs = 0 is out of bounds"
+        );
+    }
+
+    #[test]
+    fn an_unknown_experiment_offers_the_nearest() {
+        let experiments = parse(BUILT_IN, "experiments.toml").unwrap();
+        let error = find(&experiments, "part3-batching").unwrap_err();
+        assert!(error.hint().contains("part3-batching-cliff"));
+    }
+}

@@ -1,0 +1,76 @@
+//! Rows to and from CSV files. The header is the row type's own field names.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::{Error, Result};
+
+/// Header line and rows as text; both empty when there are no rows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rows {
+    pub header: String,
+    pub rows: String,
+}
+
+pub fn rows<T: Serialize>(items: impl IntoIterator<Item = T>) -> Result<Rows> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    for item in items {
+        writer.serialize(item).map_err(|error| Error::failed(format!("cannot write CSV: {error}"), ""))?;
+    }
+    let bytes =
+        writer.into_inner().map_err(|error| Error::failed(format!("cannot write CSV: {error}"), ""))?;
+    let text = String::from_utf8_lossy(&bytes);
+    let (header, rows) = text.split_once('\n').unwrap_or(("", ""));
+    let header = if header.is_empty() { String::new() } else { format!("{header}\n") };
+    Ok(Rows { header, rows: rows.to_string() })
+}
+
+/// Reads a whole file.
+///
+/// # Errors
+/// [`Error::Invalid`] naming file and line.
+pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    let file = std::fs::File::open(path).map_err(|error| Error::read(path, &error))?;
+    let mut reader = csv::Reader::from_reader(std::io::BufReader::new(file));
+    let parsed: std::result::Result<Vec<T>, csv::Error> = reader.deserialize().collect();
+    parsed.map_err(|error| {
+        Error::invalid(
+            format!("{}: {error}", path.display()),
+            "it was written by another version, or is damaged",
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measure::summary::Summary;
+    use crate::workload::rate::Rate;
+
+    #[test]
+    fn a_summary_reads_back_as_it_was() {
+        let summary = Summary {
+            arm: "a=1".into(),
+            value: "inf".into(),
+            offered_rate: Some(Rate::FLOOD),
+            output_throughput: Some(1.0 / 3.0),
+            ..Default::default()
+        };
+        let text = rows([&summary]).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.csv");
+        std::fs::write(&path, text.header + &text.rows).unwrap();
+        assert_eq!(read::<Summary>(&path).unwrap(), [summary]);
+    }
+
+    #[test]
+    fn a_damaged_file_is_named_with_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.csv");
+        std::fs::write(&path, "experiment,arm\nx,y\n").unwrap();
+        let error = read::<Summary>(&path).unwrap_err();
+        assert!(error.to_string().contains("summary.csv") && error.exit_code() == 2);
+    }
+}

@@ -1,0 +1,36 @@
+//! The whole report as text, and the report files of a folder.
+
+use super::html;
+use super::results::RunResults;
+use super::{explain, markdown, overview};
+use crate::Result;
+use crate::cli::flags::Format;
+use crate::experiment::claims::{Outcome, Verdict};
+
+/// Table, explanation and claims, for a terminal or as Markdown.
+pub fn text(results: &RunResults, format: Format) -> Result<String> {
+    let mut text = overview::render(results, format)?;
+    text += &format!("\n{}", explain::render(results, format)?);
+    text += &claims_text(&results.record.claims, format == Format::Md);
+    Ok(text)
+}
+
+/// Claims that say something here, each on a line; of the others only how many there are (`all` lists them too).
+fn claims_text(claims: &[Verdict], all: bool) -> String {
+    let comparable = |verdict: &&Verdict| verdict.outcome != Outcome::NotComparable;
+    let shown: Vec<&Verdict> = claims.iter().filter(|verdict| all || comparable(verdict)).collect();
+    let hidden = claims.len() - shown.len();
+    if claims.is_empty() {
+        return String::new();
+    }
+    let mut lines: String = shown.iter().map(|verdict| format!("- {}\n", verdict.line())).collect();
+    if hidden > 0 {
+        lines += &format!("- {hidden} more not comparable on this rig; report.md lists them\n");
+    }
+    format!("\nClaims:\n\n{lines}")
+}
+
+/// Names and contents of the files a report consists of.
+pub fn report_files(results: &RunResults) -> Result<Vec<(&'static str, String)>> {
+    Ok(vec![("report.md", markdown::report(results)?), ("report.html", html::report(results)?)])
+}

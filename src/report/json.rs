@@ -1,0 +1,11 @@
+//! JSON: an array of the same objects that CSV has as rows.
+
+use serde::Serialize;
+
+use crate::{Error, Result};
+
+pub fn array<T: Serialize>(items: &[T]) -> Result<String> {
+    let text = serde_json::to_string_pretty(items)
+        .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
+    Ok(text + "\n")
+}

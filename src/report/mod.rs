@@ -1,0 +1,15 @@
+//! What a run says: one exporter a file. All of them read the same [`results::RunResults`], so a report can be made
+//! again from a folder at any time.
+
+pub mod chrome_trace;
+pub mod csv;
+pub mod explain;
+pub mod export;
+pub mod html;
+pub mod json;
+pub mod markdown;
+pub mod numbers;
+pub mod overview;
+pub mod plots;
+pub mod results;
+pub mod table;

@@ -1,0 +1,136 @@
+//! The before/after table: a row an arm, each figure the median over its repeats, set against the baseline.
+
+use super::numbers::{DASH, number, optional, percent, ratio};
+use super::results::RunResults;
+use super::table;
+use crate::Result;
+use crate::cli::flags::Format;
+use crate::measure::quantile::supported;
+use crate::measure::summary::Summary;
+
+pub const HEADER: [&str; 13] = [
+    "arm", "req/s", "tok/s", "vs base", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "E2E p50", "running",
+    "step p50", "of roof", "bound by",
+];
+
+/// The columns that are numbers.
+pub const RIGHT: [usize; 11] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+
+pub fn rows(results: &RunResults) -> Vec<Vec<String>> {
+    let baseline = results.baseline().map(str::to_string);
+    let base_throughput =
+        baseline.as_deref().and_then(|arm| results.median(arm, |summary| summary.output_throughput));
+    results
+        .arms()
+        .into_iter()
+        .map(|arm| {
+            let median = |value: fn(&Summary) -> Option<f64>| results.median(arm, value);
+            let requests: usize = results.of_arm(arm).map(|summary| summary.completed).max().unwrap_or(0);
+            let tail = |value: fn(&Summary) -> Option<f64>| {
+                if supported(requests, 0.99) { optional(median(value)) } else { DASH.to_string() }
+            };
+            let tokens =
+                median(|summary| Some(summary.output_throughput? * summary.duration_s)).unwrap_or(0.0);
+            let gaps = tokens as usize - (tokens as usize).min(requests);
+            let throughput = median(|summary| summary.output_throughput);
+            let change = if baseline.as_deref() == Some(arm) {
+                "base".to_string()
+            } else {
+                ratio(throughput.zip(base_throughput).map(|(now, base)| now / base))
+            };
+            vec![
+                arm.to_string(),
+                optional(median(|summary| summary.request_throughput)),
+                optional(throughput),
+                change,
+                optional(median(|summary| summary.ttft_p50_ms)),
+                tail(|summary| summary.ttft_p99_ms),
+                optional(median(|summary| summary.itl_p50_ms)),
+                if supported(gaps, 0.99) {
+                    optional(median(|summary| summary.itl_p99_ms))
+                } else {
+                    DASH.into()
+                },
+                optional(median(|summary| summary.e2el_p50_ms)),
+                optional(median(|summary| summary.running_mean)),
+                optional(median(|summary| summary.step_ms_p50)),
+                percent(median(roof).filter(|_| results.has_roofs())),
+                bound_by(results, arm),
+            ]
+        })
+        .collect()
+}
+
+/// How near the arm came to the nearer of its two roofs: bandwidth or arithmetic.
+pub fn roof(summary: &Summary) -> Option<f64> {
+    match (summary.bandwidth_fraction, summary.flops_fraction) {
+        (Some(bandwidth), Some(flops)) => Some(bandwidth.max(flops)),
+        (bandwidth, flops) => bandwidth.or(flops),
+    }
+}
+
+/// What bound most of the arm's repeats.
+pub fn bound_by(results: &RunResults, arm: &str) -> String {
+    let mut words: Vec<&str> = results.of_arm(arm).map(|summary| summary.bound_by.as_str()).collect();
+    words.sort_unstable();
+    let most = words.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
+    most.and_then(|same| same.first())
+        .map_or(DASH, |word| if word.is_empty() { DASH } else { word })
+        .to_string()
+}
+
+/// Title, table and legend.
+pub fn render(results: &RunResults, format: Format) -> Result<String> {
+    let table = table::render(format, &HEADER, &rows(results), &RIGHT)?;
+    Ok(format!("{}\n\n{table}\n{}\n", title(results), legend(results)))
+}
+
+/// One line on what ran where.
+pub fn title(results: &RunResults) -> String {
+    let record = &results.record;
+    let mut models: Vec<&str> = results.summaries.iter().map(|summary| summary.model.as_str()).collect();
+    models.sort_unstable();
+    models.dedup();
+    let synthetic = results.summaries.iter().any(|summary| summary.weights == "synthetic");
+    let weights = if synthetic { " (weights: synthetic)" } else { "" };
+    let simulated = if record.device.simulated { " — SIMULATED" } else { "" };
+    let quick = if record.plan.quick { ", quick" } else { "" };
+    format!(
+        "{} on {}{simulated}: {}{weights}{quick}",
+        record.experiment,
+        if record.device.simulated { &record.device.id } else { &record.device.name },
+        models.join(", "),
+    )
+}
+
+fn legend(results: &RunResults) -> String {
+    let record = &results.record;
+    let repeats = record.plan.repeats;
+    let over = if repeats > 1 { format!(", median of {repeats} repeats") } else { String::new() };
+    let loads = {
+        let mut loads: Vec<&str> = results.summaries.iter().map(|summary| summary.load.as_str()).collect();
+        loads.sort_unstable();
+        loads.dedup();
+        if loads.len() == 1 { format!("load: {}; ", loads[0]) } else { String::new() }
+    };
+    format!(
+        "{loads}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
+         bandwidth or arithmetic",
+        if record.ceilings.measured { "measured" } else { "nominal" },
+    )
+}
+
+/// One line for a finished arm, on stderr while the run goes on.
+pub fn one_line(summary: &Summary, repeats: usize) -> String {
+    let repeat =
+        if repeats > 1 { format!(" (repeat {}/{repeats})", summary.repeat + 1) } else { String::new() };
+    let failed = if summary.failed > 0 { format!(", {} failed", summary.failed) } else { String::new() };
+    format!(
+        "{}{repeat}: {} tok/s, TTFT p50 {} ms, ITL p50 {} ms, {} s{failed}",
+        summary.arm,
+        optional(summary.output_throughput),
+        optional(summary.ttft_p50_ms),
+        optional(summary.itl_p50_ms),
+        number(summary.duration_s),
+    )
+}

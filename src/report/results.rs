@@ -1,0 +1,78 @@
+//! A results folder, read back: what every report is made from.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::experiment::record::RunRecord;
+use crate::measure::rows::{PopulationRow, StepRow};
+use crate::measure::summary::Summary;
+use crate::{Result, report};
+
+pub struct RunResults {
+    pub folder: PathBuf,
+    pub record: RunRecord,
+    /// In the order of the plan: by arm, then repeat.
+    pub summaries: Vec<Summary>,
+    pub steps: Vec<StepRow>,
+    pub populations: Vec<PopulationRow>,
+}
+
+impl RunResults {
+    /// # Errors
+    /// [`crate::Error::Invalid`] when it is no results folder, or a file of it is damaged.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let record = RunRecord::read(folder)?;
+        let order: BTreeMap<&str, usize> =
+            record.plan.arms.iter().enumerate().map(|(index, arm)| (arm.name.as_str(), index)).collect();
+        let mut summaries: Vec<Summary> = read_if_there(&folder.join("summary.csv"))?;
+        summaries.sort_by_key(|row| (order.get(row.arm.as_str()).copied(), row.repeat));
+        let steps = read_if_there(&folder.join("steps.csv"))?;
+        let populations = read_if_there(&folder.join("populations.csv"))?;
+        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations })
+    }
+
+    /// Arms that have a finished row, in the order of the plan.
+    pub fn arms(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = Vec::new();
+        for summary in &self.summaries {
+            if names.last() != Some(&summary.arm.as_str()) {
+                names.push(&summary.arm);
+            }
+        }
+        names
+    }
+
+    /// Rows of one arm, a repeat each.
+    pub fn of_arm<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a Summary> + 'a {
+        self.summaries.iter().filter(move |summary| summary.arm == arm)
+    }
+
+    /// Median over an arm's repeats.
+    pub fn median(&self, arm: &str, value: impl Fn(&Summary) -> Option<f64>) -> Option<f64> {
+        report::numbers::median(self.of_arm(arm).filter_map(value))
+    }
+
+    /// The arm others are compared with: the plan's baseline, else the first there is.
+    pub fn baseline(&self) -> Option<&str> {
+        let arms = self.arms();
+        let planned = self.record.plan.baseline().name.as_str();
+        arms.iter().find(|arm| **arm == planned).or(arms.first()).copied()
+    }
+
+    /// Whether the device has roofs to be judged against. A device of fixed cost has none.
+    pub fn has_roofs(&self) -> bool {
+        self.record.ceilings.read_bytes_per_s > 0.0 && !self.record.device.id.starts_with("sim:fixed")
+    }
+
+    pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {
+        self.steps.iter().filter(move |step| step.arm == arm)
+    }
+}
+
+/// No rows yet means no file yet.
+fn read_if_there<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.len() > 0 => report::csv::read(path),
+        _ => Ok(Vec::new()),
+    }
+}
