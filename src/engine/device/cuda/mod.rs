@@ -4,6 +4,7 @@
 //! [`driver`] and [`launch`] are memory, streams, launches and graphs.
 
 pub mod compile;
+pub mod delta_prefill;
 pub mod driver;
 pub mod launch;
 pub mod libraries;

@@ -36,7 +36,7 @@ pub const DELTA: Unit = Unit {
     defines: &[],
     hot: &["delta_f32"],
     min_capability: 80,
-    max_capability: i32::MAX,
+    max_capability: ANY_LATER,
 };
 
 pub const ATTENTION: Unit = Unit {
@@ -52,7 +52,7 @@ pub const ATTENTION: Unit = Unit {
         "attention_prepare_256",
     ],
     min_capability: 80,
-    max_capability: i32::MAX,
+    max_capability: ANY_LATER,
 };
 
 pub const SAMPLE: Unit = Unit {
@@ -61,7 +61,7 @@ pub const SAMPLE: Unit = Unit {
     defines: &[],
     hot: &["sample_greedy"],
     min_capability: 80,
-    max_capability: i32::MAX,
+    max_capability: ANY_LATER,
 };
 
 pub const WEIGHTS: Unit = Unit {
@@ -70,9 +70,26 @@ pub const WEIGHTS: Unit = Unit {
     defines: &[],
     hot: &[],
     min_capability: 80,
-    max_capability: i32::MAX,
+    max_capability: ANY_LATER,
+};
+
+pub const DELTA_PREFILL: Unit = Unit {
+    file: "delta_prefill.cu",
+    source: include_str!("../../../../cuda/delta_prefill.cu"),
+    defines: &[],
+    hot: &["delta_prepare", "delta_chunks", "delta_scan", "delta_finish"],
+    min_capability: 80,
+    max_capability: ANY_LATER,
 };
 
 /// All of them.
-pub const ALL: &[&Unit] =
-    &[&NORM, &DELTA, &ATTENTION, &SAMPLE, &WEIGHTS, &PREFILL_ATTENTION, &PREFILL_ATTENTION_HOPPER];
+pub const ALL: &[&Unit] = &[
+    &NORM,
+    &DELTA,
+    &ATTENTION,
+    &SAMPLE,
+    &WEIGHTS,
+    &PREFILL_ATTENTION,
+    &PREFILL_ATTENTION_HOPPER,
+    &DELTA_PREFILL,
+];

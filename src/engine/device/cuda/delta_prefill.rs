@@ -1,0 +1,265 @@
+//! Launches of the chunked gated delta rule for prompt chunks (cuda/delta_prefill.cu): heads of 128 x 128.
+
+use super::driver::{DeviceBuffer, Gpu, Kernel};
+use super::launch::{Arg, Launch, Stream, bytes_of};
+use super::units;
+use crate::Result;
+
+/// Tokens of a chunk of the algorithm.
+pub const CHUNK: usize = 64;
+/// Key and value size of a head.
+pub const HEAD: usize = 128;
+/// Blocks that share a head in the scan.
+const SPLIT: u32 = 4;
+/// Shared memory of `delta_chunks`: K, one of Q and V, two fp32 tiles of 64 x 68, three rows of 64.
+const CHUNKS_SHARED: u32 = (2 * CHUNK * 256 + 2 * CHUNK * 68 * 4 + 3 * CHUNK * 4) as u32;
+/// Shared memory of `delta_scan`: S and two V tiles, and one or two stages of W, Q, K, P and U.
+const SCAN_SHARED: u32 = (HEAD * 64 + 2 * CHUNK * 64) as u32;
+const SCAN_STAGE: u32 = (3 * CHUNK * 256 + CHUNK * 128 + CHUNK * 64) as u32;
+
+/// A prompt chunk of a step: `count` new tokens at row `start`, after `context` cached ones. As the kernels' `Piece`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct Piece {
+    pub slot: i32,
+    pub context: i32,
+    pub start: i32,
+    pub count: i32,
+    pub first_chunk: i32,
+}
+
+/// Work of a step, made once and used by every layer. Uploaded by the caller as flat i32.
+#[derive(Debug, Clone, Default)]
+pub struct Work {
+    pub pieces: Vec<Piece>,
+    /// (piece, first token in it) of each chunk.
+    pub chunks: Vec<[i32; 2]>,
+    pub rows: usize,
+}
+
+impl Work {
+    /// From (slot, context, start row, count) of each prompt chunk.
+    pub fn new(parts: impl IntoIterator<Item = (i32, i32, i32, i32)>) -> Self {
+        let mut work = Self::default();
+        for (slot, context, start, count) in parts {
+            let first_chunk = work.chunks.len() as i32;
+            let piece = work.pieces.len() as i32;
+            work.pieces.push(Piece { slot, context, start, count, first_chunk });
+            work.chunks.extend((0..count).step_by(CHUNK).map(|first| [piece, first]));
+            work.rows += count as usize;
+        }
+        work
+    }
+
+    /// Chunks that `rows` rows in at most `pieces` pieces can make.
+    pub fn max_chunks(rows: usize, pieces: usize) -> usize {
+        rows.div_ceil(CHUNK) + pieces
+    }
+}
+
+/// Layout of a layer, as the kernels' `Shape`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+pub struct DeltaShape {
+    pub key_heads: i32,
+    pub value_heads: i32,
+    /// Elements of a row of `mixed`.
+    pub pitch: i32,
+    /// Positions the convolution window holds.
+    pub ring: i32,
+    /// 0 fp32, 1 fp16, 2 bf16.
+    pub state_type: i32,
+    pub norm_eps: f32,
+}
+
+impl DeltaShape {
+    fn channels(&self) -> usize {
+        (2 * self.key_heads + self.value_heads) as usize * HEAD
+    }
+}
+
+/// One layer's tensors on the device; see the kernels for shapes.
+#[derive(Debug, Clone, Copy)]
+pub struct Layer {
+    /// fp16 [rows, pitch]: u, z, b, a of the in-projections.
+    pub mixed: u64,
+    /// fp32 [4][channels].
+    pub taps: u64,
+    pub a_log: u64,
+    pub dt_bias: u64,
+    pub norm_weight: u64,
+    pub state: u64,
+    pub window: u64,
+    /// fp16 [rows, value_heads * 128].
+    pub out: u64,
+}
+
+/// Kernels and the workspace that all layers share.
+#[derive(Debug)]
+pub struct DeltaPrefill {
+    prepare: Kernel,
+    chunks: Kernel,
+    scan: Kernel,
+    finish: Kernel,
+    shape: DeltaShape,
+    stages: i32,
+    conv: DeviceBuffer,
+    u: DeviceBuffer,
+    w: DeviceBuffer,
+    p: DeviceBuffer,
+    g: DeviceBuffer,
+    o: DeviceBuffer,
+}
+
+impl DeltaPrefill {
+    /// Bytes of workspace for steps of at most `rows` prompt tokens in at most `pieces` prompt chunks.
+    pub fn workspace_bytes(shape: &DeltaShape, rows: usize, pieces: usize) -> u64 {
+        Self::sizes(shape, rows, pieces).iter().sum()
+    }
+
+    /// conv, U, W, P, G, o.
+    fn sizes(shape: &DeltaShape, rows: usize, pieces: usize) -> [u64; 6] {
+        let tiles = (Work::max_chunks(rows, pieces) * shape.value_heads as usize) as u64;
+        let tile = (CHUNK * HEAD * 2) as u64;
+        let rows = rows as u64;
+        [
+            2 * rows * shape.channels() as u64,
+            tiles * tile,
+            tiles * tile,
+            tiles * (CHUNK * CHUNK * 2) as u64,
+            tiles * (CHUNK * 4) as u64,
+            4 * rows * (shape.value_heads as usize * HEAD) as u64,
+        ]
+    }
+
+    pub fn new(gpu: &Gpu, shape: DeltaShape, rows: usize, pieces: usize) -> Result<Self> {
+        let unit = &units::DELTA_PREFILL;
+        let [conv, u, w, p, g, o] = Self::sizes(&shape, rows, pieces);
+        Ok(Self {
+            prepare: gpu.kernel(unit, "delta_prepare")?,
+            chunks: gpu.kernel(unit, "delta_chunks")?,
+            scan: gpu.kernel(unit, "delta_scan")?,
+            finish: gpu.kernel(unit, "delta_finish")?,
+            shape,
+            stages: if gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024 { 2 } else { 1 },
+            conv: gpu.allocate(conv)?,
+            u: gpu.allocate(u)?,
+            w: gpu.allocate(w)?,
+            p: gpu.allocate(p)?,
+            g: gpu.allocate(g)?,
+            o: gpu.allocate(o)?,
+        })
+    }
+
+    /// Queues one layer's mixer for all prompt chunks: reads `mixed`, state and window, writes `out`, state and window.
+    /// `pieces` and `chunks` are device addresses of the work's lists.
+    ///
+    /// # Safety
+    /// The layer's pointers are valid for the rows and slots of `work`, which fits the workspace, until the work is done.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        layer: &Layer,
+        work: &Work,
+        pieces: u64,
+        chunks: u64,
+    ) -> Result<()> {
+        if work.pieces.is_empty() {
+            return Ok(());
+        }
+        let shape = &self.shape;
+        let (heads, key_heads) = (shape.value_heads as u32, shape.key_heads as u32);
+        let (rows, tiles) = (work.rows as u64, (work.chunks.len() * heads as usize) as u64);
+        let (channels, width) = (shape.channels() as u64, u64::from(heads) * HEAD as u64);
+        let words = [
+            shape.key_heads,
+            shape.value_heads,
+            shape.pitch,
+            shape.ring,
+            shape.state_type,
+            shape.norm_eps.to_bits() as i32,
+        ];
+        let shape_arg = Arg::Struct(bytes_of(&words));
+        let chunk_count = work.chunks.len() as u32;
+        let tile_flops = (CHUNK * CHUNK * HEAD) as u64;
+
+        let prepare = Launch::grid([channels as u32 / HEAD as u32, chunk_count, 1], 128)
+            .overlapping()
+            .cost(4 * rows * channels, 9 * rows * channels);
+        let args = [
+            Arg::from(layer.mixed),
+            Arg::from(layer.taps),
+            Arg::from(layer.window),
+            Arg::from(&self.conv),
+            Arg::from(pieces),
+            Arg::from(chunks),
+            shape_arg,
+        ];
+        // SAFETY: the arguments are those of delta_prepare; pointers are the caller's promise.
+        unsafe { stream.launch(&self.prepare, prepare, &args) }?;
+
+        // K Kᵀ and Q Kᵀ a key head; T, U and W a value head.
+        let products = u64::from(key_heads) * u64::from(chunk_count) * 4 * tile_flops
+            + tiles * (4 * tile_flops + (CHUNK * CHUNK * CHUNK) as u64 * 2 / 3);
+        let written = tiles * (4 * (CHUNK * HEAD) as u64 + 2 * (CHUNK * CHUNK) as u64 + 4 * CHUNK as u64);
+        let inner = Launch::grid([key_heads, chunk_count, 1], 128)
+            .shared(CHUNKS_SHARED)
+            .overlapping()
+            .cost(2 * rows * channels + written, products);
+        let args = [
+            Arg::from(&self.conv),
+            Arg::from(layer.mixed),
+            Arg::from(layer.a_log),
+            Arg::from(layer.dt_bias),
+            Arg::from(&self.u),
+            Arg::from(&self.w),
+            Arg::from(&self.p),
+            Arg::from(&self.g),
+            Arg::from(pieces),
+            Arg::from(chunks),
+            shape_arg,
+        ];
+        // SAFETY: the arguments are those of delta_chunks; the workspace holds `work`'s chunks.
+        unsafe { stream.launch(&self.chunks, inner, &args) }?;
+
+        let state_element = if shape.state_type == 0 { 4 } else { 2 };
+        let state = 2 * state_element * work.pieces.len() as u64 * width * HEAD as u64;
+        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], 128)
+            .shared(SCAN_SHARED + self.stages as u32 * SCAN_STAGE)
+            .overlapping()
+            .cost(
+                written + state + 2 * rows * channels + 4 * rows * width,
+                tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 2 * tile_flops),
+            );
+        let args = [
+            Arg::from(&self.conv),
+            Arg::from(&self.u),
+            Arg::from(&self.w),
+            Arg::from(&self.p),
+            Arg::from(&self.g),
+            Arg::from(layer.state),
+            Arg::from(&self.o),
+            Arg::from(pieces),
+            shape_arg,
+            Arg::from(self.stages),
+        ];
+        // SAFETY: the arguments are those of delta_scan.
+        unsafe { stream.launch(&self.scan, scan, &args) }?;
+
+        let finish = Launch::grid([heads, chunk_count, 1], 128)
+            .overlapping()
+            .cost(rows * width * (4 + 2 + 2), 8 * rows * width);
+        let args = [
+            Arg::from(&self.o),
+            Arg::from(layer.mixed),
+            Arg::from(layer.norm_weight),
+            Arg::from(layer.window),
+            Arg::from(layer.out),
+            Arg::from(pieces),
+            Arg::from(chunks),
+            shape_arg,
+        ];
+        // SAFETY: the arguments are those of delta_finish.
+        unsafe { stream.launch(&self.finish, finish, &args) }
+    }
+}
