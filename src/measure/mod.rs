@@ -5,9 +5,12 @@
 
 pub mod axis;
 pub mod bound;
+pub mod compare;
 pub mod quantile;
 pub mod recorder;
 pub mod rows;
+pub mod statistics;
 pub mod steady;
 pub mod summarize;
 pub mod summary;
+pub mod verdict;
