@@ -5,7 +5,10 @@
 
 pub mod axis;
 pub mod bound;
+pub mod checks;
 pub mod compare;
+pub mod fairness;
+pub mod populations;
 pub mod quantile;
 pub mod recorder;
 pub mod rows;
@@ -13,4 +16,7 @@ pub mod statistics;
 pub mod steady;
 pub mod summarize;
 pub mod summary;
+#[cfg(test)]
+mod testing;
 pub mod verdict;
+pub mod warmup;

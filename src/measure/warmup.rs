@@ -1,0 +1,118 @@
+//! When an arm is warm: step times, each over its own floor, have stopped falling.
+//!
+//! Compilation, graph capture, page faults and clocks that ramp up make first steps slow by up to a few hundred times.
+//! Steps differ in size, so each is held against what it must cost at least; the ratio of a warm engine is level.
+//! Rule: a kind of step (decode, prefill, mixed) is stationary when the medians of its last two windows of 8 differ by
+//! at most 10 % and no step of the last window took more than 3 times their median. The arm is warm when every kind
+//! that made up a tenth of the step time is stationary.
+
+use super::quantile::quantile;
+use crate::engine::step_report::{StepKind, StepReport};
+
+const WINDOW: usize = 8;
+const TOLERANCE: f64 = 0.1;
+const OUTLIER: f64 = 3.0;
+const RELEVANT_SHARE: f64 = 0.1;
+
+pub const RULE: &str = "step time over floor: medians of the last two windows of 8 steps of a kind within 10 %, no step of \
+                        the last beyond 3 medians, for every kind with a tenth of the step time";
+
+/// Fed with the steps of the warm-up, in order.
+#[derive(Debug, Clone, Default)]
+pub struct Stationarity {
+    kinds: [Kind; 3],
+}
+
+#[derive(Debug, Clone, Default)]
+struct Kind {
+    ratios: Vec<f64>,
+    total_s: f64,
+}
+
+impl Stationarity {
+    pub fn observe(&mut self, report: &StepReport) {
+        let kind = &mut self.kinds[match report.kind {
+            StepKind::Decode => 0,
+            StepKind::Prefill => 1,
+            StepKind::Mixed => 2,
+        }];
+        let took_s = report.end_s - report.start_s;
+        kind.total_s += took_s;
+        kind.ratios.push(if report.cost.floor_s > 0.0 { took_s / report.cost.floor_s } else { took_s });
+    }
+
+    pub fn steps(&self) -> usize {
+        self.kinds.iter().map(|kind| kind.ratios.len()).sum()
+    }
+
+    pub fn is_stationary(&self) -> bool {
+        let total_s: f64 = self.kinds.iter().map(|kind| kind.total_s).sum();
+        let mut relevant =
+            self.kinds.iter().filter(|kind| kind.total_s >= RELEVANT_SHARE * total_s).peekable();
+        relevant.peek().is_some() && total_s > 0.0 && relevant.all(Kind::is_stationary)
+    }
+}
+
+impl Kind {
+    fn is_stationary(&self) -> bool {
+        let Some(before_last) = self.ratios.len().checked_sub(2 * WINDOW) else { return false };
+        let window = |from: usize| {
+            let mut window = self.ratios[from..from + WINDOW].to_vec();
+            window.sort_by(f64::total_cmp);
+            window
+        };
+        let (before, last) = (window(before_last), window(before_last + WINDOW));
+        let (Some(before), Some(median)) = (quantile(&before, 0.5), quantile(&last, 0.5)) else {
+            return false;
+        };
+        (median - before).abs() <= TOLERANCE * before && last[WINDOW - 1] <= OUTLIER * median
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::account::StepCost;
+    use crate::measure::testing::report;
+
+    fn observe(stationarity: &mut Stationarity, kind: StepKind, took_s: f64, floor_s: f64) {
+        let mut report = report(kind, 1.0, 1.0 + took_s);
+        report.cost = StepCost { floor_s, ..StepCost::default() };
+        stationarity.observe(&report);
+    }
+
+    #[test]
+    fn level_steps_are_stationary_after_two_windows() {
+        let mut rule = Stationarity::default();
+        for index in 0..16 {
+            assert!(!rule.is_stationary(), "after {index}");
+            // Sizes vary, time over floor does not.
+            let floor_s = 0.01 * f64::from(1 + index % 3);
+            observe(&mut rule, StepKind::Decode, 1.4 * floor_s, floor_s);
+        }
+        assert!(rule.is_stationary());
+    }
+
+    #[test]
+    fn falling_times_and_late_spikes_are_not_stationary() {
+        let mut rule = Stationarity::default();
+        (0..32).for_each(|index| observe(&mut rule, StepKind::Decode, 0.1 * 0.95f64.powi(index), 0.01));
+        assert!(!rule.is_stationary());
+        (0..16).for_each(|_| observe(&mut rule, StepKind::Decode, 0.02, 0.01));
+        assert!(rule.is_stationary());
+        observe(&mut rule, StepKind::Decode, 2.0, 0.01);
+        assert!(!rule.is_stationary(), "a compilation inside the last window");
+        (0..8).for_each(|_| observe(&mut rule, StepKind::Decode, 0.02, 0.01));
+        assert!(rule.is_stationary());
+    }
+
+    #[test]
+    fn a_kind_counts_once_it_takes_a_tenth_of_the_time() {
+        let mut rule = Stationarity::default();
+        (0..40).for_each(|_| observe(&mut rule, StepKind::Decode, 0.02, 0.01));
+        observe(&mut rule, StepKind::Prefill, 0.05, 0.04);
+        assert!(rule.is_stationary(), "one short prefill is beside the point");
+        (0..3).for_each(|_| observe(&mut rule, StepKind::Prefill, 0.5, 0.04));
+        assert!(!rule.is_stationary(), "prefills now dominate and have no two windows yet");
+    }
+}
