@@ -61,7 +61,7 @@ pub fn late_share(record: &ArmRecord) -> f64 {
 
 /// How long after it was due, or after the end of the step that ran then, a request was handed over.
 fn lateness_s(request: &RequestRecord, steps: &[StepRecord]) -> Option<f64> {
-    let next = steps.partition_point(|step| step.delivered_s < request.intended_s);
+    let next = steps.partition_point(|step| step.delivered_s <= request.intended_s);
     let running = steps.get(next).filter(|step| step.report.end_s - step.wall_s <= request.intended_s);
     let on_time_s = running.map_or(request.intended_s, |step| step.delivered_s);
     Some(request.submitted_s? - on_time_s)
