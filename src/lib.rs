@@ -7,6 +7,7 @@ pub mod cli;
 pub mod engine;
 pub mod error;
 pub mod experiment;
+pub mod explain;
 pub mod hardware;
 pub mod measure;
 pub mod report;

@@ -5,6 +5,7 @@ pub mod flags;
 pub mod list;
 pub mod output;
 pub mod progress;
+pub mod reproduce;
 pub mod run;
 pub mod show;
 pub mod sweep;
@@ -31,6 +32,8 @@ enum Command {
     Run(run::RunFlags),
     /// Sweep knobs with no experiment declared
     Sweep(sweep::SweepFlags),
+    /// The series' published figures, cell by cell, beside its simulated rig
+    Reproduce(reproduce::ReproduceFlags),
 }
 
 /// # Errors
@@ -42,5 +45,6 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Show(flags) => flags.run(),
         Command::Run(flags) => flags.run(),
         Command::Sweep(flags) => flags.run(),
+        Command::Reproduce(flags) => flags.run(),
     }
 }

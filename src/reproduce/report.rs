@@ -210,3 +210,29 @@ pub fn csv(parts: &[PartResult]) -> Result<String> {
     let bytes = writer.into_inner().map_err(|error| failed(&error))?;
     String::from_utf8(bytes).map_err(|error| failed(&error))
 }
+
+/// Totals of all parts in one table.
+pub fn overview(parts: &[PartResult]) -> String {
+    let mut table = Table::new();
+    table.load_preset(ASCII_MARKDOWN);
+    table.set_header(["part", "cells are", "cells", "judged", "hold", "median error", "worst judged error"]);
+    for part in parts {
+        for total in totals(&part.cells) {
+            let calibrated = total.mark == Mark::Calibrated;
+            table.add_row([
+                part.part.to_string(),
+                total.mark.as_str().to_string(),
+                total.cells.to_string(),
+                if calibrated { "-".into() } else { total.judged.to_string() },
+                if calibrated { "-".into() } else { total.holds.to_string() },
+                format!("{:.1} %", total.median_error * 100.0),
+                if total.judged == 0 {
+                    "-".into()
+                } else {
+                    format!("{:.1} %", total.worst_judged_error * 100.0)
+                },
+            ]);
+        }
+    }
+    format!("## All parts, simulated\n\n{table}\n\n")
+}

@@ -40,6 +40,22 @@ pub struct SimParameters {
     pub speculation_host_s: f64,
     /// Added to a step with drafts, or with a prompt chunk while speculation is on: it leaves the graphs.
     pub draft_step_s: f64,
+    /// All 1 but in a counterfactual.
+    pub byte_factors: ByteFactors,
+}
+
+/// Bytes charged over bytes counted, by class.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ByteFactors {
+    pub weights: f64,
+    pub state: f64,
+    pub kv: f64,
+}
+
+impl Default for ByteFactors {
+    fn default() -> Self {
+        Self { weights: 1.0, state: 1.0, kv: 1.0 }
+    }
 }
 
 /// Where the time of a step goes. The parts add up to its duration.
@@ -102,7 +118,8 @@ impl SimParameters {
             }
         }
 
-        let stream_s = phases.weights.bytes as f64 / self.read_bytes_per_s;
+        let factors = self.byte_factors;
+        let stream_s = factors.weights * phases.weights.bytes as f64 / self.read_bytes_per_s;
         let products_s = phases.weights.flops as f64 / self.flops_per_s;
         let overlapped_s = stream_s.hypot(products_s);
 
@@ -116,7 +133,8 @@ impl SimParameters {
         } else {
             counts.state_moves as f64
         } + extras.drafts as f64;
-        let mut state_s = moves * model.state_bytes_per_sequence as f64 / self.read_bytes_per_s;
+        let mut state_s =
+            factors.state * moves * model.state_bytes_per_sequence as f64 / self.read_bytes_per_s;
         let mut delta_s = 0.0;
         if !self.delta_rule_in_rate {
             let arithmetic_s = phases.state.flops as f64 / self.flops_per_s;
@@ -125,7 +143,7 @@ impl SimParameters {
             }
         }
 
-        let kv_s = phases.attention.bytes as f64 / self.read_bytes_per_s;
+        let kv_s = factors.kv * phases.attention.bytes as f64 / self.read_bytes_per_s;
         let scores = (counts.prefill_pairs * model.attention_flops_per_pair) as f64;
         StepTime {
             fixed_s,

@@ -13,7 +13,7 @@ mod text;
 
 use serde::Serialize;
 
-pub use cost::{SimParameters, StepExtras, StepTime};
+pub use cost::{ByteFactors, SimParameters, StepExtras, StepTime};
 pub use text::DraftModel;
 
 use self::session::SimModel;
@@ -38,10 +38,14 @@ pub enum Figure {
     MixedMs,
     MixedStateFactor,
     RowUs,
+    /// What if a class of bytes were so many times as large? 0.5 is the counterfactual of "twice the bandwidth for it".
+    WeightsFactor,
+    StateFactor,
+    KvFactor,
 }
 
 impl Figure {
-    pub const ALL: [(&'static str, Self); 8] = [
+    pub const ALL: [(&'static str, Self); 11] = [
         ("gb_per_s", Self::GbPerS),
         ("tflops", Self::Tflops),
         ("gb", Self::Gb),
@@ -50,6 +54,9 @@ impl Figure {
         ("mixed_ms", Self::MixedMs),
         ("mixed_state_factor", Self::MixedStateFactor),
         ("row_us", Self::RowUs),
+        ("weights_factor", Self::WeightsFactor),
+        ("state_factor", Self::StateFactor),
+        ("kv_factor", Self::KvFactor),
     ];
 
     fn name(self) -> &'static str {
@@ -177,6 +184,9 @@ impl SimDevice {
                 Figure::MixedMs => parameters.mixed_step_s = value * 1e-3,
                 Figure::MixedStateFactor => parameters.mixed_state_factor = value,
                 Figure::RowUs => parameters.sampled_row_s = value * 1e-6,
+                Figure::WeightsFactor => parameters.byte_factors.weights = value,
+                Figure::StateFactor => parameters.byte_factors.state = value,
+                Figure::KvFactor => parameters.byte_factors.kv = value,
             }
         }
         parameters
@@ -200,6 +210,7 @@ fn own_engine(read_bytes_per_s: f64, flops_per_s: f64) -> SimParameters {
         sampled_row_s: 0.0,
         speculation_host_s: 0.0,
         draft_step_s: 0.0,
+        byte_factors: ByteFactors::default(),
     }
 }
 

@@ -3,7 +3,7 @@
 //! Six parameters, each calibrated on one published fact, serve every experiment. Three more factors belong to a model
 //! or a mode; each has a physical reason and names the one cell it was chosen on.
 
-use super::cost::SimParameters;
+use super::cost::{ByteFactors, SimParameters};
 use crate::engine::config::{EngineConfig, KvLayout, Speculation};
 use crate::engine::model::layout::{ModelLayout, WeightFormat};
 use crate::hardware::Sourced;
@@ -65,6 +65,7 @@ pub fn parameters(layout: &ModelLayout) -> SimParameters {
         sampled_row_s: SAMPLED_ROW_S,
         speculation_host_s: SPECULATION_HOST_S,
         draft_step_s: DRAFT_STEP_S,
+        byte_factors: ByteFactors::default(),
     }
 }
 
