@@ -6,8 +6,13 @@
 #include "half.cuh"
 
 struct Heads {
-    int heads, kv_heads, block_tokens, table_pitch;
+    int heads, kv_heads, block_tokens;
     int qkv_pitch, gated; // halves in a row of qkv; q rows hold query and gate in turn
+};
+
+// The step's header; the width of the block table changes from step to step, the captured launches do not.
+struct Header {
+    u32 ring_offset, table_pitch, unused[6];
 };
 
 // Index of a row's sequence in the table of blocks, and its position; sequence < 0 marks padding.
@@ -26,7 +31,8 @@ struct Rotation {
 // blocks of 128. `angles` [positions][rotary_dim / 2] holds cos and sin in fp32. Weights are fp32, with 1 + w added.
 template <int D>
 DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight, const float2 *angles, f16 *q, f16 *k_cache,
-                    f16 *v_cache, const Row *rows, const u32 *table, Heads shape, Rotation rotation) {
+                    f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape,
+                    Rotation rotation) {
     constexpr int PER_LANE = (D + 31) / 32;
     __shared__ float exchange[4][D];
     wait_for_previous_kernel();
@@ -77,7 +83,7 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
     if (is_q) {
         to = q + ((u64)blockIdx.x * shape.heads + unit) * D;
     } else {
-        u32 block = table[row.sequence * shape.table_pitch + row.position / shape.block_tokens];
+        u32 block = table[(u64)row.sequence * header->table_pitch + row.position / shape.block_tokens];
         u64 token = ((u64)block * shape.kv_heads + kv_head) * shape.block_tokens + row.position % shape.block_tokens;
         to = (is_k ? k_cache : v_cache) + token * D;
     }
@@ -87,8 +93,8 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
 
 #define PREPARE                                                                                                         \
     const f16 *qkv, const float *q_weight, const float *k_weight, const float2 *angles, f16 *q, f16 *k_cache,           \
-        f16 *v_cache, const Row *rows, const u32 *table, Heads shape, Rotation rotation
-#define PASS_PREPARE qkv, q_weight, k_weight, angles, q, k_cache, v_cache, rows, table, shape, rotation
+        f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape, Rotation rotation
+#define PASS_PREPARE qkv, q_weight, k_weight, angles, q, k_cache, v_cache, rows, table, header, shape, rotation
 KERNEL __launch_bounds__(128) attention_prepare_32(PREPARE) { prepare<32>(PASS_PREPARE); }
 KERNEL __launch_bounds__(128) attention_prepare_64(PREPARE) { prepare<64>(PASS_PREPARE); }
 KERNEL __launch_bounds__(128) attention_prepare_128(PREPARE) { prepare<128>(PASS_PREPARE); }
@@ -124,7 +130,7 @@ DEVICE uint4 load_16(const f16 *from) { return *(const uint4 *)from; }
 // at zero), multiplies by sigmoid(gate) and writes fp16 [rows][heads][D].
 template <int D>
 DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *v_cache, f16 *out, const Row *rows,
-                   const u32 *table, float *parts, u32 *counters, Heads shape, Split split) {
+                   const u32 *table, const Header *header, float *parts, u32 *counters, Heads shape, Split split) {
     constexpr int LOADS = D / 32, CHUNKS = (D + 63) / 64;
     extern __shared__ float merged[]; // [WARPS][8][D]
     __shared__ float warp_max_s[WARPS][8], warp_sum_s[WARPS][8];
@@ -142,7 +148,7 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
     int used = (tiles + per_split - 1) / per_split; // blocks that have work
     if ((int)blockIdx.y >= used) return;
     int tile_begin = blockIdx.y * per_split, tile_end = min(tiles, tile_begin + per_split);
-    const u32 *blocks = table + (u64)row.sequence * shape.table_pitch;
+    const u32 *blocks = table + (u64)row.sequence * header->table_pitch;
     wait_for_previous_kernel();
 
     // q of head first + group, in the order K is loaded in.
@@ -307,8 +313,8 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
 
 #define ATTEND                                                                                                          \
     const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *v_cache, f16 *out, const Row *rows, const u32 *table,   \
-        float *parts, u32 *counters, Heads shape, Split split
-#define PASS_ATTEND q, qkv, k_cache, v_cache, out, rows, table, parts, counters, shape, split
+        const Header *header, float *parts, u32 *counters, Heads shape, Split split
+#define PASS_ATTEND q, qkv, k_cache, v_cache, out, rows, table, header, parts, counters, shape, split
 KERNEL __launch_bounds__(128, 2) attention_rows_32(ATTEND) { attend<32>(PASS_ATTEND); }
 KERNEL __launch_bounds__(128, 2) attention_rows_64(ATTEND) { attend<64>(PASS_ATTEND); }
 KERNEL __launch_bounds__(128, 2) attention_rows_128(ATTEND) { attend<128>(PASS_ATTEND); }

@@ -344,6 +344,7 @@ KERNEL delta_save_window(const f16 *mixed, f16 *window, const Sequence *sequence
     f16 *to = window + (u64)sequence.slot * ring * channels;
     for (int back = 1; back <= 3; back++) {
         int t = sequence.count - back, position = sequence.context + t;
+        if (t < 0) break; // kept by an earlier step
         to[(u64)(position % ring) * channels + channel] = mixed[(u64)(sequence.start + t) * pitch + channel];
     }
 }

@@ -28,14 +28,17 @@ DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16
     }
 }
 
-// residual[row] = table[tokens[row]], normed[row] = norm of it.
-KERNEL embed_norm(const f16 *table, const u32 *tokens, const float4 *weight, float *residual, f16 *normed, int hidden,
+// residual[row] = table[token], normed[row] = norm of it. A token with its highest bit set is an index into `ring`, where a
+// step that the host has not seen yet left what it sampled.
+KERNEL embed_norm(const f16 *table, const u32 *tokens, const u32 *ring, const float4 *weight, float *residual, f16 *normed, int hidden,
                   float eps) {
     __shared__ float scratch[32];
     wait_for_previous_kernel();
     let_next_kernel_start();
     int row = blockIdx.x, vectors = hidden / 4;
-    const uint2 *from = (const uint2 *)(table + (u64)tokens[row] * hidden);
+    u32 token = tokens[row];
+    if (token & 0x80000000u) token = ring[token & 0x7fffffffu];
+    const uint2 *from = (const uint2 *)(table + (u64)token * hidden);
     float4 *out = (float4 *)(residual + (u64)row * hidden);
     float4 x[MAX_VECTORS];
 #pragma unroll

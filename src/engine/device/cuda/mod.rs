@@ -3,14 +3,24 @@
 //! Layers, lowest first: [`libraries`] finds the driver and NVRTC; [`nvrtc`] and [`compile`] turn sources into machine code;
 //! [`driver`] and [`launch`] are memory, streams, launches and graphs.
 
+pub mod batch;
+pub mod ceilings;
 pub mod compile;
 pub mod delta_prefill;
+pub mod device;
 pub mod driver;
+pub mod forward;
+pub mod kernels;
 pub mod launch;
 pub mod libraries;
+pub mod linear;
 pub mod matrix;
 pub mod nvrtc;
 pub mod prefill_attention;
+pub mod session;
 pub mod units;
+pub mod upload;
+pub mod weights;
 
+pub use device::CudaDevice;
 pub use driver::{GpuFacts, probe};

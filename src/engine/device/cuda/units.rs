@@ -64,6 +64,24 @@ pub const SAMPLE: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const LINEAR: Unit = Unit {
+    file: "linear.cu",
+    source: include_str!("../../../../cuda/linear.cu"),
+    defines: &[],
+    hot: &["linear"],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
+pub const PROBE: Unit = Unit {
+    file: "probe.cu",
+    source: include_str!("../../../../cuda/probe.cu"),
+    defines: &[],
+    hot: &["probe_read", "probe_copy", "probe_tensor"],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
 pub const WEIGHTS: Unit = Unit {
     file: "weights.cu",
     source: include_str!("../../../../cuda/weights.cu"),
@@ -89,6 +107,8 @@ pub const ALL: &[&Unit] = &[
     &ATTENTION,
     &SAMPLE,
     &WEIGHTS,
+    &PROBE,
+    &LINEAR,
     &PREFILL_ATTENTION,
     &PREFILL_ATTENTION_HOPPER,
     &DELTA_PREFILL,

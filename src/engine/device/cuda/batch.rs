@@ -1,0 +1,405 @@
+//! A step as the kernels see it: flat rows, and one packed block of metadata that reaches the GPU in a single copy.
+//!
+//! Sequences are put in two groups: *short* ones (a decode token, drafts, the last few tokens of a prompt), whose rows
+//! each run on their own, and *chunks*, whose rows share their keys. Rows of the short ones come first. Output rows are
+//! those that pass through the head: sampled ones first, then those whose logits or log probabilities are wanted.
+//!
+//! The block's layout depends only on the counts of rows, sequences and outputs, so that a captured step of one batch size
+//! finds everything at fixed addresses; the block table, whose width changes, comes last, its width in the header.
+
+use std::ops::Range;
+
+use super::driver::plain::Plain;
+use super::kernels::attention::AttentionRow;
+use super::kernels::delta::DeltaSequence;
+use super::kernels::sample::SampleRow;
+use super::delta_prefill::{Piece, Work};
+use super::launch::bytes_of;
+use super::prefill_attention::Chunk;
+use crate::engine::device::{Input, Step, Want};
+use crate::{Error, Result};
+
+/// New tokens up to which a sequence's rows run one by one.
+pub const SHORT_TOKENS: usize = 8;
+/// Marks a token that is an index into the ring of sampled tokens.
+const FROM_RING: u32 = 1 << 31;
+
+/// As the kernels' `Header`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Header {
+    pub ring_offset: u32,
+    pub table_pitch: u32,
+    pub unused: [u32; 6],
+}
+
+// SAFETY: four-byte numbers without padding.
+unsafe impl Plain for Header {}
+// SAFETY: four-byte numbers without padding.
+unsafe impl Plain for AttentionRow {}
+// SAFETY: four-byte numbers without padding.
+unsafe impl Plain for DeltaSequence {}
+// SAFETY: numbers whose sizes add up to the structure's: no padding.
+unsafe impl Plain for SampleRow {}
+// SAFETY: four-byte numbers without padding.
+unsafe impl Plain for Chunk {}
+// SAFETY: four-byte numbers without padding.
+unsafe impl Plain for Piece {}
+
+/// Counts that fix the layout of the metadata.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Counts {
+    pub rows: usize,
+    pub sequences: usize,
+    pub outputs: usize,
+    pub chunks: usize,
+    pub tiles: usize,
+    /// Chunks of the delta rule, over all prompt chunks.
+    pub delta_chunks: usize,
+}
+
+/// Byte offsets of the parts of the metadata, each 16-byte aligned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Offsets {
+    pub header: usize,
+    pub sequences: usize,
+    pub rows: usize,
+    pub tokens: usize,
+    pub select: usize,
+    pub samples: usize,
+    pub targets: usize,
+    pub chunks: usize,
+    pub tiles: usize,
+    pub pieces: usize,
+    pub delta_chunks: usize,
+    pub table: usize,
+}
+
+impl Offsets {
+    pub fn new(counts: &Counts) -> Self {
+        let mut end = 0;
+        let mut take = |bytes: usize| {
+            let at = end;
+            end += bytes.next_multiple_of(16);
+            at
+        };
+        Self {
+            header: take(size_of::<Header>()),
+            sequences: take(counts.sequences * size_of::<DeltaSequence>()),
+            rows: take(counts.rows * size_of::<AttentionRow>()),
+            tokens: take(4 * counts.rows),
+            select: take(4 * counts.outputs),
+            samples: take(counts.outputs * size_of::<SampleRow>()),
+            targets: take(4 * counts.outputs),
+            chunks: take(counts.chunks * size_of::<Chunk>()),
+            tiles: take(8 * counts.tiles),
+            pieces: take(counts.chunks * size_of::<Piece>()),
+            delta_chunks: take(8 * counts.delta_chunks),
+            table: take(0),
+        }
+    }
+
+    /// Most bytes a step can need.
+    pub fn capacity(max_rows: usize, max_sequences: usize, max_blocks: usize) -> usize {
+        let counts = Counts {
+            rows: max_rows,
+            sequences: max_sequences,
+            outputs: max_rows,
+            chunks: max_sequences,
+            // A tile has at least 64 rows, and each chunk may end in a partial one.
+            tiles: max_rows / 64 + max_sequences,
+            delta_chunks: Work::max_chunks(max_rows, max_sequences),
+        };
+        Self::new(&counts).table + 4 * max_sequences * max_blocks
+    }
+}
+
+/// What a sequence of the step gets back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wanted {
+    Nothing,
+    /// The output row that its token is sampled from.
+    Token(usize),
+    /// Rows of the step's logits.
+    Logits(Range<usize>),
+    /// Rows of the step's log probabilities.
+    LogProbs(Range<usize>),
+}
+
+/// A step laid out flat.
+#[derive(Debug, Clone, Default)]
+pub struct Batch {
+    pub rows: Vec<AttentionRow>,
+    pub tokens: Vec<u32>,
+    pub sequences: Vec<DeltaSequence>,
+    /// Rows and sequences of the short group, which come first.
+    pub short_rows: usize,
+    pub short_sequences: usize,
+    /// Most new tokens of a sequence in either group.
+    pub longest_short: usize,
+    pub longest_chunk: usize,
+    pub chunks: Vec<Chunk>,
+    /// The same, as the delta rule's chunks of 64.
+    pub work: Work,
+    pub samples: Vec<SampleRow>,
+    /// A sampled row is not greedy.
+    pub draws: bool,
+    /// Residual rows that pass through the head: sampled, then logits, then log probabilities.
+    pub select: Vec<u32>,
+    pub logit_rows: usize,
+    pub targets: Vec<u32>,
+    pub table: Vec<u32>,
+    pub table_pitch: usize,
+    /// By index in the step.
+    pub wanted: Vec<Wanted>,
+    /// Tokens that the short rows see, in all.
+    pub short_context: u64,
+}
+
+impl Batch {
+    /// Lays `step` out. `sampled_by(ticket, sequence)` is the ring's word of a token sampled by a step in flight.
+    ///
+    /// # Errors
+    /// A reference to a step or sequence that sampled nothing.
+    pub fn new(step: &Step, sampled_by: impl Fn(u64, usize) -> Option<u32>) -> Result<Self> {
+        let mut batch = Self { wanted: vec![Wanted::Nothing; step.sequences.len()], ..Self::default() };
+        let new_tokens = |index: usize| {
+            let sequence = &step.sequences[index];
+            sequence.input.tokens() + sequence.drafts.len()
+        };
+        let (short, chunks): (Vec<_>, Vec<_>) =
+            (0..step.sequences.len()).partition(|&index| new_tokens(index) <= SHORT_TOKENS);
+        batch.table_pitch =
+            step.sequences.iter().map(|sequence| sequence.blocks.len()).max().unwrap_or(0).max(1);
+        let mut last_rows = vec![0; step.sequences.len()];
+        for (place, &index) in short.iter().chain(&chunks).enumerate() {
+            let sequence = &step.sequences[index];
+            let (start, count) = (batch.rows.len(), new_tokens(index));
+            let context = sequence.context_tokens;
+            batch.sequences.push(DeltaSequence {
+                slot: sequence.state_slot.map_or(0, |slot| slot as i32),
+                context: context as i32,
+                start: start as i32,
+                count: count as i32,
+            });
+            let positions = context..context + count;
+            batch.rows.extend(
+                positions.map(|position| AttentionRow { sequence: place as i32, position: position as i32 }),
+            );
+            match sequence.input {
+                Input::Known(ids) => batch.tokens.extend(ids),
+                Input::SampledBy { ticket, sequence } => {
+                    let word = sampled_by(ticket.0, sequence).ok_or_else(|| {
+                        Error::failed(
+                            format!("step {} sampled no token for sequence {sequence}", ticket.0),
+                            "",
+                        )
+                    })?;
+                    batch.tokens.push(FROM_RING | word);
+                }
+            }
+            batch.tokens.extend(sequence.drafts);
+            batch.table.extend(sequence.blocks);
+            batch.table.resize((place + 1) * batch.table_pitch, 0);
+            last_rows[index] = start + count - 1;
+            if place < short.len() {
+                batch.short_rows += count;
+                batch.short_sequences += 1;
+                batch.longest_short = batch.longest_short.max(count);
+                batch.short_context += (0..count).map(|i| (context + i + 1) as u64).sum::<u64>();
+            } else {
+                batch.longest_chunk = batch.longest_chunk.max(count);
+                batch.chunks.push(Chunk {
+                    first_row: start as i32,
+                    new_tokens: count as i32,
+                    context_tokens: context as i32,
+                    table: place as i32,
+                });
+            }
+        }
+        let pieces = batch.sequences[batch.short_sequences..].iter();
+        batch.work = Work::new(pieces.map(|piece| (piece.slot, piece.context, piece.start, piece.count)));
+        batch.outputs(step, &last_rows);
+        Ok(batch)
+    }
+
+    fn outputs(&mut self, step: &Step, last_rows: &[usize]) {
+        for (index, sequence) in step.sequences.iter().enumerate() {
+            if let Want::Sample { seed, position, params } = sequence.want {
+                self.wanted[index] = Wanted::Token(self.select.len());
+                self.select.push(last_rows[index] as u32);
+                let sample = SampleRow::new(&params, seed, position);
+                self.draws |= sample.inverse_temperature != 0.0;
+                self.samples.push(sample);
+            }
+        }
+        for (index, sequence) in step.sequences.iter().enumerate() {
+            if let Want::Logits { rows } = sequence.want {
+                self.wanted[index] = Wanted::Logits(self.logit_rows..self.logit_rows + rows);
+                self.select.extend((last_rows[index] + 1 - rows..=last_rows[index]).map(|row| row as u32));
+                self.logit_rows += rows;
+            }
+        }
+        for (index, sequence) in step.sequences.iter().enumerate() {
+            if let Want::LogProbOf { targets } = sequence.want {
+                self.wanted[index] = Wanted::LogProbs(self.targets.len()..self.targets.len() + targets.len());
+                let first = last_rows[index] + 1 - targets.len();
+                self.select.extend((first..=last_rows[index]).map(|row| row as u32));
+                self.targets.extend(targets);
+            }
+        }
+    }
+
+    /// A decode step that a captured graph can run: one token a sequence, one sample each, nothing else.
+    pub fn is_plain_decode(&self) -> bool {
+        self.chunks.is_empty()
+            && self.longest_short == 1
+            && self.samples.len() == self.rows.len()
+            && self.select.len() == self.samples.len()
+    }
+
+    /// Pads a plain decode step to `size` sequences; the added rows touch no cache and their tokens are dropped.
+    pub fn pad(&mut self, size: usize) {
+        self.rows.resize(size, AttentionRow { sequence: -1, position: 0 });
+        self.sequences.resize(size, DeltaSequence { slot: -1, context: 0, start: 0, count: 1 });
+        for (place, sequence) in
+            self.sequences.iter_mut().enumerate().filter(|(_, sequence)| sequence.slot < 0)
+        {
+            sequence.start = place as i32;
+        }
+        self.tokens.resize(size, 0);
+        self.select.extend(self.select.len() as u32..size as u32);
+        self.samples.resize(size, SampleRow::greedy());
+        self.short_rows = size;
+        self.short_sequences = size;
+    }
+
+    pub fn counts(&self, tiles: usize) -> Counts {
+        Counts {
+            rows: self.rows.len(),
+            sequences: self.sequences.len(),
+            outputs: self.select.len(),
+            chunks: self.chunks.len(),
+            tiles,
+            delta_chunks: self.work.chunks.len(),
+        }
+    }
+
+    /// Writes the metadata and returns its length in bytes.
+    pub fn write(&self, offsets: &Offsets, ring_offset: u32, tiles: &[[i32; 2]], to: &mut [u8]) -> usize {
+        let mut put = |at: usize, bytes: &[u8]| to[at..at + bytes.len()].copy_from_slice(bytes);
+        let header = Header { ring_offset, table_pitch: self.table_pitch as u32, unused: [0; 6] };
+        put(offsets.header, bytes_of(&[header]));
+        put(offsets.sequences, bytes_of(&self.sequences));
+        put(offsets.rows, bytes_of(&self.rows));
+        put(offsets.tokens, bytes_of(&self.tokens));
+        put(offsets.select, bytes_of(&self.select));
+        put(offsets.samples, bytes_of(&self.samples));
+        // A target for each output row, those before the log probabilities unused.
+        let first_target = self.select.len() - self.targets.len();
+        put(offsets.targets + 4 * first_target, bytes_of(&self.targets));
+        put(offsets.chunks, bytes_of(&self.chunks));
+        put(offsets.tiles, bytes_of(tiles.as_flattened()));
+        put(offsets.pieces, bytes_of(&self.work.pieces));
+        put(offsets.delta_chunks, bytes_of(self.work.chunks.as_flattened()));
+        put(offsets.table, bytes_of(&self.table));
+        offsets.table + 4 * self.table.len()
+    }
+}
+
+/// The batch size a decode step of `sequences` is captured and padded to: fine steps where a row costs most.
+pub fn graph_size(sequences: usize, most: usize) -> usize {
+    let step = match sequences {
+        0..=8 => 1,
+        9..=32 => 4,
+        33..=128 => 8,
+        _ => 16,
+    };
+    sequences.next_multiple_of(step).min(most.max(sequences))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::device::{SequenceStep, Ticket};
+    use crate::engine::request::{RequestId, SamplingParams};
+
+    fn sequence<'a>(
+        id: u64,
+        context: usize,
+        input: Input<'a>,
+        blocks: &'a [u32],
+        want: Want<'a>,
+    ) -> SequenceStep<'a> {
+        SequenceStep {
+            request: RequestId(id),
+            state_slot: Some(id as u32),
+            blocks,
+            context_tokens: context,
+            input,
+            drafts: &[],
+            want,
+        }
+    }
+
+    #[test]
+    fn short_sequences_come_first_and_outputs_follow_their_rows() {
+        let prompt: Vec<u32> = (0..20).collect();
+        let sample = Want::Sample { seed: 1, position: 20, params: SamplingParams::default() };
+        let sampled_by = Input::SampledBy { ticket: Ticket(3), sequence: 1 };
+        let step = Step {
+            sequences: vec![
+                sequence(0, 0, Input::Known(&prompt), &[5, 6], sample),
+                sequence(1, 33, sampled_by, &[7, 8, 9], sample),
+                sequence(2, 4, Input::Known(&prompt[..3]), &[4], Want::LogProbOf { targets: &[1, 2, 3] }),
+                sequence(3, 0, Input::Known(&prompt), &[1, 2], Want::Logits { rows: 2 }),
+            ],
+            trace: false,
+        };
+        let batch =
+            Batch::new(&step, |ticket, sequence| Some((10 * ticket) as u32 + sequence as u32)).unwrap();
+        assert_eq!((batch.short_rows, batch.short_sequences, batch.rows.len()), (4, 2, 44));
+        assert_eq!(batch.tokens[0], FROM_RING | 31);
+        assert_eq!(batch.rows[0], AttentionRow { sequence: 0, position: 33 });
+        assert_eq!(batch.rows[4], AttentionRow { sequence: 2, position: 0 });
+        assert_eq!(batch.sequences[2], DeltaSequence { slot: 0, context: 0, start: 4, count: 20 });
+        assert_eq!(batch.table[..9], [7, 8, 9, 4, 0, 0, 5, 6, 0]);
+        // Sampled rows in step order, then the logits' two, then the log probabilities' three.
+        assert_eq!(batch.select, [23, 0, 42, 43, 1, 2, 3]);
+        assert_eq!(batch.wanted[0], Wanted::Token(0));
+        assert_eq!(batch.wanted[2], Wanted::LogProbs(0..3));
+        assert_eq!(batch.wanted[3], Wanted::Logits(0..2));
+        assert_eq!(batch.short_context, 34 + 5 + 6 + 7);
+        assert!(!batch.is_plain_decode());
+    }
+
+    #[test]
+    fn a_padded_decode_step_has_the_layout_of_its_size() {
+        let sample = Want::Sample { seed: 1, position: 9, params: SamplingParams::default() };
+        let step = Step {
+            sequences: (0..9).map(|id| sequence(id, 8, Input::Known(&[2]), &[3], sample)).collect(),
+            trace: false,
+        };
+        let mut batch = Batch::new(&step, |_, _| None).unwrap();
+        assert!(batch.is_plain_decode());
+        let size = graph_size(9, 256);
+        batch.pad(size);
+        assert_eq!(size, 12);
+        assert_eq!(batch.counts(0), Counts { rows: 12, sequences: 12, outputs: 12, ..Counts::default() });
+        assert_eq!(batch.sequences[11], DeltaSequence { slot: -1, context: 0, start: 11, count: 1 });
+        let offsets = Offsets::new(&batch.counts(0));
+        let mut bytes = vec![0; Offsets::capacity(16, 16, 4)];
+        assert!(batch.write(&offsets, 7, &[], &mut bytes) <= bytes.len());
+        assert_eq!(bytes[..8], [7, 0, 0, 0, 1, 0, 0, 0]);
+    }
+
+    #[test]
+    fn graph_sizes_cover_every_batch_and_never_exceed_the_most() {
+        for most in [1, 5, 16, 100, 256] {
+            for sequences in 1..=most {
+                let size = graph_size(sequences, most);
+                assert!(size >= sequences && size <= most, "{sequences} of {most}: {size}");
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! `--device cuda`: one GPU, what it holds, and the sessions opened on it.
+
+use std::sync::Arc;
+
+use super::ceilings;
+use super::driver::Gpu;
+use super::session::CudaSession;
+use super::weights::{self, GpuWeights};
+use crate::Result;
+use crate::engine::account::Ceilings;
+use crate::engine::clock::Clock;
+use crate::engine::config::{CacheDtype, EngineConfig};
+use crate::engine::device::{
+    CachePlan, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
+};
+use crate::engine::model::layout::ModelLayout;
+use crate::engine::model::weights::WeightSource;
+
+pub struct CudaDevice {
+    gpu: Gpu,
+    info: DeviceInfo,
+    ceilings: Option<Ceilings>,
+    portable: bool,
+}
+
+impl CudaDevice {
+    /// Opens GPU `ordinal` and makes sure that its kernels can be compiled.
+    ///
+    /// # Errors
+    /// No driver, no NVRTC, no such GPU, or one that is too old: one sentence and a hint each.
+    pub fn new(ordinal: i32) -> Result<Self> {
+        let gpu = Gpu::open(ordinal)?;
+        let compiler = gpu.compiler()?;
+        let facts = gpu.facts();
+        let rows = [
+            ("compute capability", format!("{}.{}", facts.capability / 10, facts.capability % 10)),
+            ("multiprocessors", facts.multiprocessors.to_string()),
+            ("L2 bytes", facts.l2_bytes.to_string()),
+            ("driver CUDA", format!("{}.{}", facts.driver.0, facts.driver.1)),
+            ("NVRTC", compiler),
+        ];
+        let info = DeviceInfo {
+            kind: DeviceKind::Cuda,
+            id: format!("cuda:{ordinal}"),
+            name: facts.name.clone(),
+            memory_bytes: facts.memory_bytes,
+            facts: rows.map(|(name, value)| (name.to_string(), value)).into(),
+        };
+        Ok(Self { gpu, info, ceilings: None, portable: false })
+    }
+
+    /// Uses the portable kernels even where the GPU has better ones: for tests and for timing that path.
+    pub fn portable(mut self) -> Self {
+        self.portable = true;
+        self
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn free_bytes(&self) -> u64 {
+        self.gpu.memory().map_or(0, |(free, _)| free)
+    }
+
+    fn ceilings(&mut self) -> Result<Ceilings> {
+        if let Some(known) = self.ceilings {
+            return Ok(known);
+        }
+        let measured = ceilings::measure(&self.gpu)?;
+        self.ceilings = Some(measured);
+        Ok(measured)
+    }
+
+    fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {
+        (CacheDtype::F16, CacheDtype::F32)
+    }
+
+    fn default_async_scheduling(&self) -> usize {
+        2
+    }
+
+    fn load(
+        &mut self,
+        layout: &ModelLayout,
+        source: &WeightSource,
+        _options: &LoadOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Box<dyn Model>> {
+        let weights = Arc::new(weights::load(&self.gpu, layout, source, progress)?);
+        Ok(Box::new(CudaModel {
+            gpu: self.gpu.clone(),
+            layout: layout.clone(),
+            weights,
+            portable: self.portable,
+        }))
+    }
+}
+
+struct CudaModel {
+    gpu: Gpu,
+    layout: ModelLayout,
+    weights: Arc<GpuWeights>,
+    portable: bool,
+}
+
+impl Model for CudaModel {
+    fn layout(&self) -> &ModelLayout {
+        &self.layout
+    }
+
+    fn memory_bytes(&self) -> u64 {
+        self.weights.bytes
+    }
+
+    fn open(&self, plan: &CachePlan, config: &EngineConfig, clock: &Clock) -> Result<Box<dyn Session>> {
+        let weights = self.weights.clone();
+        let session =
+            CudaSession::new(&self.gpu, &self.layout.spec, weights, plan, config, clock, self.portable)?;
+        Ok(Box::new(session))
+    }
+}

@@ -1,0 +1,119 @@
+//! Embedding and RMSNorm with the residual sum (cuda/norm.cu).
+
+use crate::engine::device::cuda::driver::{Gpu, Kernel};
+use crate::engine::device::cuda::launch::{Launch, Stream};
+use crate::engine::device::cuda::units;
+use crate::{Error, Result};
+
+/// Widest row: 1,024 threads with two vectors of four.
+const MAX_HIDDEN: usize = 8192;
+
+#[derive(Debug, Clone, Copy)]
+pub struct Norms {
+    embed: Kernel,
+    add: Kernel,
+    hidden: usize,
+    eps: f32,
+    threads: u32,
+}
+
+/// What [`Norms::add`] adds to the residual stream: `parts` sums of [rows, hidden] fp32, `stride` elements apart.
+#[derive(Debug, Clone, Copy)]
+pub struct Addend {
+    pub partials: u64,
+    pub parts: usize,
+    pub stride: usize,
+}
+
+impl Norms {
+    /// # Errors
+    /// A hidden size that is no multiple of 8 or above 8,192.
+    pub fn new(gpu: &Gpu, hidden: usize, eps: f32) -> Result<Self> {
+        if hidden % 8 != 0 || hidden > MAX_HIDDEN {
+            return Err(Error::invalid(
+                format!(
+                    "hidden_size = {hidden}: the CUDA kernels need a multiple of 8, at most {MAX_HIDDEN}"
+                ),
+                "use --device cpu for this model",
+            ));
+        }
+        // A vector a thread where a block can hold them, else two.
+        let vectors = hidden.div_ceil(4);
+        let threads = if vectors <= 1024 { vectors } else { vectors.div_ceil(2) };
+        Ok(Self {
+            embed: gpu.kernel(&units::NORM, "embed_norm")?,
+            add: gpu.kernel(&units::NORM, "add_norm")?,
+            hidden,
+            eps,
+            threads: threads.next_multiple_of(32) as u32,
+        })
+    }
+
+    /// residual = table[tokens], normed = norm of it, for `rows` rows.
+    ///
+    /// # Safety
+    /// Pointers are valid for `rows` rows; tokens are inside the table or indices into `ring` with the highest bit set.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
+    pub unsafe fn embed(
+        &self,
+        stream: &Stream,
+        rows: usize,
+        table: u64,
+        tokens: u64,
+        ring: u64,
+        weight: u64,
+        residual: u64,
+        normed: u64,
+    ) -> Result<()> {
+        let bytes = (rows * self.hidden * (2 + 4 + 2)) as u64;
+        let launch = Launch::new(rows as u32, self.threads).overlapping().cost(bytes, 0);
+        let args = [
+            table.into(),
+            tokens.into(),
+            ring.into(),
+            weight.into(),
+            residual.into(),
+            normed.into(),
+            (self.hidden as u32).into(),
+            self.eps.into(),
+        ];
+        // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+        unsafe { stream.launch(&self.embed, launch, &args) }
+    }
+
+    /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 [rows]) row r is made
+    /// from residual row select[r], and the sum is not kept.
+    ///
+    /// # Safety
+    /// Pointers are valid for the rows named.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
+    pub unsafe fn add(
+        &self,
+        stream: &Stream,
+        rows: usize,
+        residual: u64,
+        addend: Addend,
+        weight: u64,
+        select: Option<u64>,
+        normed: u64,
+    ) -> Result<()> {
+        let keep = select.is_none();
+        let each = 4 + 2 + 4 * addend.parts + if keep { 4 } else { 0 };
+        let launch =
+            Launch::new(rows as u32, self.threads).overlapping().cost((rows * self.hidden * each) as u64, 0);
+        let args = [
+            residual.into(),
+            addend.partials.into(),
+            (addend.parts as u32).into(),
+            (addend.stride as u64).into(),
+            weight.into(),
+            select.unwrap_or(0).into(),
+            normed.into(),
+            (self.hidden as u32).into(),
+            self.eps.into(),
+            i32::from(keep).into(),
+        ];
+        // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+        unsafe { stream.launch(&self.add, launch, &args) }
+    }
+}

@@ -1,0 +1,280 @@
+//! A model's weights on the GPU, in the shapes the step loop uses them in: modules that read the same input are one matrix
+//! where their formats allow, gate and up rows take turns, norm weights are fp32 with the one already added.
+
+use super::driver::{DeviceBuffer, Gpu};
+use super::matrix::{GATE_UP_INTERLEAVE, Matrix, MatrixFormat};
+use super::upload::{Place, Uploader};
+use crate::engine::device::LoadProgress;
+use crate::engine::model::layout::{ModelLayout, WeightFormat};
+use crate::engine::model::spec::{DeltaNet, Linear, Mixer, Role};
+use crate::engine::model::weights::{MatrixData, WeightSource};
+use crate::{Error, Result};
+
+/// Matrices that read the same input and write side by side: `.1` is the first output column.
+pub type Parts = Vec<(Matrix, usize)>;
+
+pub struct GpuWeights {
+    /// fp16 [vocabulary, hidden]; also the head when that is tied.
+    pub embedding: Matrix,
+    pub head: Option<Matrix>,
+    pub final_norm: DeviceBuffer,
+    pub layers: Vec<Layer>,
+    pub bytes: u64,
+}
+
+impl GpuWeights {
+    pub fn head(&self) -> &Matrix {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+pub struct Layer {
+    pub input_norm: DeviceBuffer,
+    pub mixer: MixerWeights,
+    pub post_norm: DeviceBuffer,
+    pub gate_up: Matrix,
+    pub down: Matrix,
+}
+
+pub enum MixerWeights {
+    Delta(Box<DeltaWeights>),
+    Attention(Box<AttentionWeights>),
+}
+
+/// Output columns: qkv, z, b, a.
+pub struct DeltaWeights {
+    pub input: Parts,
+    /// fp32 [4][channels].
+    pub taps: DeviceBuffer,
+    pub a_log: DeviceBuffer,
+    pub dt_bias: DeviceBuffer,
+    pub norm: DeviceBuffer,
+    pub output: Matrix,
+}
+
+/// Output columns: q (with gate), k, v.
+pub struct AttentionWeights {
+    pub input: Parts,
+    pub q_norm: Option<DeviceBuffer>,
+    pub k_norm: Option<DeviceBuffer>,
+    pub output: Matrix,
+}
+
+struct Loader<'a> {
+    layout: &'a ModelLayout,
+    source: &'a WeightSource,
+    uploader: Uploader,
+    progress: &'a mut dyn FnMut(LoadProgress),
+    bytes: u64,
+}
+
+/// Loads every weight of `layout`.
+///
+/// # Errors
+/// What the source says of a tensor; weights that are not finite or do not fit fp16; a full GPU.
+pub fn load(
+    gpu: &Gpu,
+    layout: &ModelLayout,
+    source: &WeightSource,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<GpuWeights> {
+    let mut loader = Loader { layout, source, uploader: Uploader::new(gpu)?, progress, bytes: 0 };
+    let spec = &layout.spec;
+    let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+    let embedding = loader.empty(vocab, hidden)?;
+    let data = source.embedding()?;
+    loader.uploader.half("embed_tokens", &data, vocab, hidden, &embedding.weights, Place::together(0))?;
+    loader.advance(embedding.bytes());
+    let mut layers = Vec::with_capacity(spec.layers.len());
+    for (index, mixer) in spec.layers.iter().enumerate() {
+        layers.push(loader.layer(index, *mixer)?);
+    }
+    let head = if spec.tied_head { None } else { Some(loader.module(None, Role::Head)?) };
+    let final_norm = loader.norm("norm.weight", hidden)?;
+    loader.uploader.finish()?;
+    Ok(GpuWeights { embedding, head, final_norm, layers, bytes: loader.bytes })
+}
+
+impl Loader<'_> {
+    fn layer(&mut self, index: usize, mixer: Mixer) -> Result<Layer> {
+        let spec = &self.layout.spec;
+        let name = |rest: &str| format!("layers.{index}.{rest}");
+        let layer = Some(index);
+        let mixer = match (mixer, &spec.delta_net) {
+            (Mixer::DeltaNet, Some(delta)) => MixerWeights::Delta(Box::new(DeltaWeights {
+                input: self.fused(layer, &[Role::InQkv, Role::InZ, Role::InB, Role::InA], None)?,
+                taps: self.taps(&name("linear_attn.conv1d.weight"), delta)?,
+                a_log: self.vector(&name("linear_attn.A_log"), delta.value_heads)?,
+                dt_bias: self.vector(&name("linear_attn.dt_bias"), delta.value_heads)?,
+                norm: self.vector(&name("linear_attn.norm.weight"), delta.value_dim)?,
+                output: self.module(layer, Role::DeltaOut)?,
+            })),
+            _ => {
+                let attention = &spec.attention;
+                let bias = if attention.qkv_bias { Some(self.qkv_bias(index)?) } else { None };
+                let mut norms = (None, None);
+                if attention.qk_norm {
+                    norms.0 = Some(self.norm(&name("self_attn.q_norm.weight"), attention.head_dim)?);
+                    norms.1 = Some(self.norm(&name("self_attn.k_norm.weight"), attention.head_dim)?);
+                }
+                MixerWeights::Attention(Box::new(AttentionWeights {
+                    input: self.fused(layer, &[Role::Q, Role::K, Role::V], bias.as_deref())?,
+                    q_norm: norms.0,
+                    k_norm: norms.1,
+                    output: self.module(layer, Role::O)?,
+                }))
+            }
+        };
+        Ok(Layer {
+            input_norm: self.norm(&name("input_layernorm.weight"), spec.hidden_size)?,
+            mixer,
+            post_norm: self.norm(&name("post_attention_layernorm.weight"), spec.hidden_size)?,
+            gate_up: self.gate_up(index)?,
+            down: self.module(layer, Role::Down)?,
+        })
+    }
+
+    /// Modules side by side: runs of 16-bit ones become one matrix. `bias` covers all output columns.
+    fn fused(&mut self, layer: Option<usize>, roles: &[Role], bias: Option<&[f32]>) -> Result<Parts> {
+        let modules = roles.iter().map(|&role| self.find(layer, role)).collect::<Result<Vec<_>>>()?;
+        let mut parts = Parts::new();
+        let (mut begin, mut column) = (0, 0);
+        while begin < modules.len() {
+            let is_half = |at: usize| !matches!(modules[at].1, WeightFormat::Int4 { .. });
+            let mut end = begin + 1;
+            while is_half(begin) && end < modules.len() && is_half(end) {
+                end += 1;
+            }
+            let run = &modules[begin..end];
+            let rows: usize = run.iter().map(|(linear, _)| linear.rows).sum();
+            let mut matrix = if is_half(begin) {
+                let matrix = self.empty(rows, run[0].0.cols)?;
+                let mut first = 0;
+                for (linear, _) in run {
+                    self.half(linear, &matrix.weights, Place::together(first))?;
+                    first += linear.rows;
+                }
+                matrix
+            } else {
+                self.module(layer, run[0].0.role)?
+            };
+            if let Some(bias) = bias {
+                matrix.bias = Some(self.uploader.gpu().upload(&bias[column..column + rows])?);
+            }
+            parts.push((matrix, column));
+            column += rows;
+            begin = end;
+        }
+        Ok(parts)
+    }
+
+    fn gate_up(&mut self, index: usize) -> Result<Matrix> {
+        let (gate, format) = self.find(Some(index), Role::Gate)?;
+        let (up, up_format) = self.find(Some(index), Role::Up)?;
+        if format != up_format {
+            return Err(Error::invalid(
+                format!("layers.{index}: gate_proj is {format:?} and up_proj is {up_format:?}"),
+                "the CUDA device needs one format for both; use --device cpu",
+            ));
+        }
+        if gate.rows % GATE_UP_INTERLEAVE != 0 {
+            return Err(Error::invalid(
+                format!("intermediate_size = {} is not a multiple of {GATE_UP_INTERLEAVE}", gate.rows),
+                "use --device cpu for this model",
+            ));
+        }
+        if let WeightFormat::Int4 { .. } = format {
+            return Err(no_int4(&gate));
+        }
+        let matrix = self.empty(2 * gate.rows, gate.cols)?;
+        self.half(&gate, &matrix.weights, Place::in_turn(GATE_UP_INTERLEAVE, 0))?;
+        self.half(&up, &matrix.weights, Place::in_turn(GATE_UP_INTERLEAVE, 1))?;
+        Ok(matrix)
+    }
+
+    fn module(&mut self, layer: Option<usize>, role: Role) -> Result<Matrix> {
+        let (linear, format) = self.find(layer, role)?;
+        if let WeightFormat::Int4 { .. } = format {
+            return Err(no_int4(&linear));
+        }
+        let matrix = self.empty(linear.rows, linear.cols)?;
+        self.half(&linear, &matrix.weights, Place::together(0))?;
+        Ok(matrix)
+    }
+
+    fn half(&mut self, linear: &Linear, to: &DeviceBuffer, place: Place) -> Result<()> {
+        let data: MatrixData = self.source.linear(linear)?;
+        self.uploader.half(&linear.name(), &data, linear.rows, linear.cols, to, place)?;
+        self.advance(2 * linear.rows as u64 * linear.cols as u64);
+        Ok(())
+    }
+
+    fn find(&self, layer: Option<usize>, role: Role) -> Result<(Linear, WeightFormat)> {
+        let found =
+            self.layout.linears.iter().find(|(linear, _)| linear.layer == layer && linear.role == role);
+        found.copied().ok_or_else(|| Error::failed(format!("layer {layer:?} has no {role:?} module"), ""))
+    }
+
+    fn empty(&self, rows: usize, cols: usize) -> Result<Matrix> {
+        let weights = self.uploader.gpu().allocate(2 * rows as u64 * cols as u64)?;
+        Ok(Matrix { format: MatrixFormat::F16, rows, cols, weights, scales: None, bias: None })
+    }
+
+    fn vector(&mut self, name: &str, elements: usize) -> Result<DeviceBuffer> {
+        self.vector_of(self.source.vector(name, elements)?)
+    }
+
+    fn vector_of(&mut self, values: Vec<f32>) -> Result<DeviceBuffer> {
+        let buffer = self.uploader.gpu().upload(&values)?;
+        self.advance(2 * values.len() as u64);
+        Ok(buffer)
+    }
+
+    /// A norm's weight as a factor: one is added in fp32 where the model stores it less one.
+    fn norm(&mut self, name: &str, elements: usize) -> Result<DeviceBuffer> {
+        let mut values = self.source.vector(name, elements)?;
+        if self.layout.spec.norm_plus_one {
+            values.iter_mut().for_each(|value| *value += 1.0);
+        }
+        self.vector_of(values)
+    }
+
+    /// [channels][1][4] to [4][channels], so that neighbouring threads read neighbouring taps.
+    fn taps(&mut self, name: &str, delta: &DeltaNet) -> Result<DeviceBuffer> {
+        let (channels, width) = (delta.conv_channels(), delta.conv_width);
+        if width != 4 {
+            return Err(Error::invalid(
+                format!("linear_conv_kernel_dim = {width}: the CUDA kernels are made for 4"),
+                "use --device cpu for this model",
+            ));
+        }
+        let values = self.source.vector(name, channels * width)?;
+        let turned = (0..width).flat_map(|tap| (0..channels).map(move |channel| (channel, tap)));
+        self.vector_of(turned.map(|(channel, tap)| values[channel * width + tap]).collect())
+    }
+
+    fn qkv_bias(&mut self, index: usize) -> Result<Vec<f32>> {
+        let attention = &self.layout.spec.attention;
+        let kv = attention.kv_heads * attention.head_dim;
+        let mut all = Vec::new();
+        for (module, elements) in [("q", attention.heads * attention.head_dim), ("k", kv), ("v", kv)] {
+            all.extend(
+                self.source.vector(&format!("layers.{index}.self_attn.{module}_proj.bias"), elements)?,
+            );
+        }
+        Ok(all)
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        let total_bytes = self.layout.weight_bytes();
+        (self.progress)(LoadProgress { done_bytes: self.bytes.min(total_bytes), total_bytes });
+    }
+}
+
+fn no_int4(linear: &Linear) -> Error {
+    Error::invalid(
+        format!("{} is 4-bit, which the CUDA device does not load", linear.name()),
+        "use --device cpu, or the 16-bit checkpoint",
+    )
+}
