@@ -9,11 +9,11 @@
 
 use std::ops::Range;
 
+use super::delta_prefill::{Piece, Work};
 use super::driver::plain::Plain;
 use super::kernels::attention::AttentionRow;
 use super::kernels::delta::DeltaSequence;
 use super::kernels::sample::SampleRow;
-use super::delta_prefill::{Piece, Work};
 use super::launch::bytes_of;
 use super::prefill_attention::Chunk;
 use crate::engine::device::{Input, Step, Want};

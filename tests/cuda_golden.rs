@@ -1,0 +1,296 @@
+//! The CUDA device against golden checkpoints and against the CPU device: every family, any way to cut a prompt, alone and
+//! in company, slots reused, graphs on. Skipped loudly where there is no usable GPU.
+
+mod cpu_rig;
+
+use std::path::Path;
+
+use cpu_rig::{Golden, Options, Part, Rig, SLOTS, fixture};
+use inferwall::engine::clock::Clock;
+use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use inferwall::engine::device::cpu::CpuDevice;
+use inferwall::engine::device::cuda::CudaDevice;
+use inferwall::engine::device::{
+    CachePlan, Device, Input, LoadOptions, Model, SequenceStep, Session, Step, Ticket, Want,
+};
+use inferwall::engine::model::layout::ModelLayout;
+use inferwall::engine::model::synthetic::SyntheticWeights;
+use inferwall::engine::model::weights::WeightSource;
+use inferwall::engine::model::{ModelRef, OpenOptions, open, synthetic_layout};
+use inferwall::engine::request::{RequestId, SamplingParams};
+
+const FOLDERS: [&str; 5] =
+    ["hybrid-tiny", "hybrid-tiny-predictable", "dense-qwen2-tiny", "dense-qwen3-tiny", "dense-llama-tiny"];
+
+/// Most root-mean-square error relative to the logits: three times what 16-bit transformers show on the fixture.
+fn limit(name: &str) -> f64 {
+    if name.contains("hybrid-tiny") { 1.9e-2 } else { 4.5e-3 }
+}
+
+fn device(test: &str) -> Option<CudaDevice> {
+    match CudaDevice::new(0) {
+        Ok(device) => Some(device),
+        Err(error) => {
+            eprintln!("SKIPPED {test}: {error}; {}", error.hint());
+            None
+        }
+    }
+}
+
+fn options() -> Options {
+    Options { kv_dtype: CacheDtype::F16, max_drafts: 0, ..Options::default() }
+}
+
+fn load(device: &mut CudaDevice, layout: &ModelLayout, source: &WeightSource) -> Box<dyn Model> {
+    let load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
+    device.load(layout, source, &load, &mut |_| {}).unwrap()
+}
+
+fn rig(device: &mut CudaDevice, folder: &Path) -> Rig {
+    let opened = open(&ModelRef::Folder(folder.to_path_buf()), &OpenOptions::default()).unwrap();
+    Rig::of_model(load(device, &opened.layout, &opened.weights), options())
+}
+
+/// Root mean square of the difference over that of the reference.
+fn error(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let (mut difference, mut size) = (0.0, 0.0);
+    for (f, e) in found.iter().flatten().zip(expected.iter().flatten()) {
+        difference += f64::from(f - e).powi(2);
+        size += f64::from(*e).powi(2);
+    }
+    (difference / size).sqrt()
+}
+
+fn assert_near(what: &str, found: &[Vec<f32>], expected: &[Vec<f32>], limit: f64) {
+    let error = error(found, expected);
+    println!("{what}: {error:.2e} of {limit:.1e}");
+    assert!(error <= limit, "{what}: relative error {error:.3e}, allowed {limit:.1e}");
+}
+
+#[test]
+fn whole_prompts_match() {
+    let Some(mut device) = device("whole_prompts_match") else { return };
+    for name in FOLDERS {
+        let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
+        let found = rig.logits(0, &golden.ids, &[golden.ids.len()]);
+        assert_near(name, &found[golden.first..], &golden.logits, limit(name));
+    }
+}
+
+#[test]
+fn any_split_matches() {
+    let Some(mut device) = device("any_split_matches") else { return };
+    for name in FOLDERS {
+        let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
+        for pieces in
+            [&[1][..], &[2], &[3], &[70, 80], &[64, 86], &[63, 1, 65, 21], &[17], &[100, 1], &[5, 13]]
+        {
+            let found = rig.logits(1, &golden.ids, pieces);
+            assert_near(&format!("{name} {pieces:?}"), &found[golden.first..], &golden.logits, limit(name));
+        }
+    }
+}
+
+#[test]
+fn company_shows_no_more_than_rounding() {
+    let Some(mut device) = device("company_shows_no_more_than_rounding") else { return };
+    for name in FOLDERS {
+        let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
+        let others: Vec<u32> = golden.ids.iter().chain(&golden.greedy).copied().collect();
+        rig.logits(2, &others[..50], &[50]);
+        let mut found = Vec::new();
+        let first = rig.run(&[Part::logits(2, 50, &others[50..51]), Part::logits(1, 0, &golden.ids[..40])]);
+        found.extend(first.sequences[1].logits.clone());
+        for at in 40..golden.ids.len() {
+            let step = rig.run(&[
+                Part::logits(3, 0, &others[at..at + 20]),
+                Part::logits(2, at + 11, &others[at + 11..at + 12]),
+                Part::logits(1, at, &golden.ids[at..at + 1]),
+            ]);
+            found.extend(step.sequences[2].logits.clone());
+        }
+        assert_near(name, &found[golden.first..], &golden.logits, limit(name));
+    }
+}
+
+/// Decodes `count` tokens greedily for the slots with `depth` steps in flight, from prompts already in the cache.
+fn decode(
+    session: &mut dyn Session,
+    rig_blocks: &[Vec<u32>],
+    hybrid: bool,
+    context: usize,
+    first: &[u32],
+    count: usize,
+    depth: usize,
+) -> Vec<Vec<u32>> {
+    let mut tokens: Vec<Vec<u32>> = first.iter().map(|&token| vec![token]).collect();
+    let mut in_flight: Vec<Ticket> = Vec::new();
+    let greedy = SamplingParams::default();
+    for step in 0..count - 1 + depth {
+        if step < count - 1 {
+            let known: Vec<[u32; 1]> = tokens.iter().map(|tokens| [tokens[tokens.len() - 1]]).collect();
+            let sequences = (0..first.len())
+                .map(|i| {
+                    let input = match in_flight.last() {
+                        Some(&ticket) => Input::SampledBy { ticket, sequence: i },
+                        None => Input::Known(&known[i]),
+                    };
+                    SequenceStep {
+                        request: RequestId(i as u64),
+                        state_slot: hybrid.then_some(i as u32),
+                        blocks: &rig_blocks[i],
+                        context_tokens: context + step,
+                        input,
+                        drafts: &[],
+                        want: Want::Sample { seed: 0, position: (context + step + 1) as u64, params: greedy },
+                    }
+                })
+                .collect();
+            in_flight.push(session.submit(&Step { sequences, trace: false }).unwrap());
+        }
+        if in_flight.len() >= depth || step >= count - 1 {
+            if in_flight.is_empty() {
+                break;
+            }
+            let output = session.wait(in_flight.remove(0)).unwrap();
+            for (tokens, sequence) in tokens.iter_mut().zip(&output.sequences) {
+                tokens.extend(&sequence.tokens);
+            }
+        }
+    }
+    tokens
+}
+
+#[test]
+fn greedy_text_matches_with_graphs_and_steps_in_flight() {
+    let Some(mut device) = device("greedy_text_matches_with_graphs_and_steps_in_flight") else { return };
+    for name in FOLDERS {
+        let golden = Golden::read(&fixture(name));
+        for depth in [1, 2, 3] {
+            let mut rig = rig(&mut device, &fixture(name));
+            let hybrid = rig.model.layout().spec.is_hybrid();
+            let want = Want::Sample {
+                seed: 0,
+                position: golden.ids.len() as u64,
+                params: SamplingParams::default(),
+            };
+            let mut first = Vec::new();
+            for slot in 0..5 {
+                first.extend(rig.run(&[Part::new(slot, 0, &golden.ids, want)]).sequences.remove(0).tokens);
+            }
+            let blocks: Vec<Vec<u32>> = (0..5).map(|slot| rig.blocks(slot)).collect();
+            let all = decode(
+                &mut *rig.session,
+                &blocks,
+                hybrid,
+                golden.ids.len(),
+                &first,
+                golden.greedy.len(),
+                depth,
+            );
+            for tokens in all {
+                assert_eq!(tokens, golden.greedy, "{name} with {depth} in flight");
+            }
+        }
+    }
+}
+
+/// A small hybrid with the published head sizes: 2 key and 4 value heads of 128, 4 query and 1 kv heads of 256.
+fn geometry() -> (ModelLayout, WeightSource) {
+    let mut layout = synthetic_layout("demo").unwrap();
+    let spec = &mut layout.spec;
+    spec.hidden_size = 256;
+    spec.intermediate_size = 384;
+    spec.vocab_size = 1003;
+    spec.real_vocab_size = 1000;
+    spec.layers.truncate(4);
+    (spec.attention.heads, spec.attention.kv_heads) = (4, 1);
+    let delta = spec.delta_net.as_mut().unwrap();
+    (delta.key_heads, delta.value_heads) = (2, 4);
+    let format = layout.embedding;
+    layout.linears = layout.spec.linears().into_iter().map(|linear| (linear, format)).collect();
+    let source = SyntheticWeights::new(layout.clone(), 5);
+    (layout, Box::new(source))
+}
+
+#[test]
+fn real_head_sizes_match_the_cpu_at_every_length() {
+    let test = "real_head_sizes_match_the_cpu_at_every_length";
+    for portable in [false, true] {
+        let Some(mut device) = device(test) else { return };
+        if portable {
+            device = device.portable();
+        }
+        let (layout, source) = geometry();
+        let cpu_load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
+        let mut cpu = CpuDevice::new(None).unwrap();
+        let cpu_model = cpu.load(&layout, &source, &cpu_load, &mut |_| {}).unwrap();
+        let mut reference = Rig::of_model(cpu_model, Options { max_drafts: 0, ..Options::default() });
+        let tokens: Vec<u32> = (0..200u32).map(|i| (i * 7919 + 13) % 1000).collect();
+        let expected = reference.logits(0, &tokens, &[200]);
+        let mut rig = Rig::of_model(load(&mut device, &layout, &source), options());
+        for pieces in [&[200][..], &[1], &[64, 65, 71], &[9], &[130, 1], &[16, 17]] {
+            let found = rig.logits(2, &tokens, pieces);
+            assert_near(&format!("portable {portable} {pieces:?}"), &found, &expected, 4e-3);
+        }
+        for length in (1..=130).step_by(if portable { 13 } else { 1 }) {
+            let found = rig.logits(3, &tokens[..length], &[length]);
+            let error = error(&found, &expected[..length]);
+            assert!(error <= 4e-3, "length {length}: {error:.2e}");
+        }
+    }
+}
+
+#[test]
+fn synthetic_weights_on_the_device_are_those_of_the_host() {
+    let Some(device) = device("synthetic_weights_on_the_device_are_those_of_the_host") else { return };
+    use inferwall::engine::device::cuda::upload::{Place, Uploader};
+    use inferwall::engine::model::layout::WeightFormat;
+    use inferwall::engine::model::synthetic;
+    use inferwall::engine::model::weights::MatrixData;
+    let gpu = device.gpu();
+    let mut uploader = Uploader::new(gpu).unwrap();
+    for format in [WeightFormat::F16, WeightFormat::Bf16] {
+        let (rows, cols) = (48, 264);
+        let buffer = gpu.allocate_zeroed(2 * 2 * rows as u64 * cols as u64).unwrap();
+        let data = MatrixData::Synthetic { format, seed: 9, std: 0.05 };
+        uploader.half("test", &data, rows, cols, &buffer, Place::in_turn(8, 1)).unwrap();
+        uploader.finish().unwrap();
+        let found = buffer.read::<u16>(0, 2 * rows * cols).unwrap();
+        for row in 0..rows {
+            for col in 0..cols {
+                let mut value = synthetic::value(9, (row * cols + col) as u64, 0.05);
+                if format == WeightFormat::Bf16 {
+                    value = half::bf16::from_f32(value).to_f32();
+                }
+                let at = (row / 8 * 16 + row % 8 + 8) * cols + col;
+                assert_eq!(found[at], half::f16::from_f32(value).to_bits(), "row {row} column {col}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gpu_that_is_full_is_an_error() {
+    let Some(mut device) = device("a_gpu_that_is_full_is_an_error") else { return };
+    let (layout, source) = geometry();
+    let model = load(&mut device, &layout, &source);
+    let plan = CachePlan {
+        layout: KvLayout::Split,
+        block_tokens: 16,
+        kv_blocks: 1 << 30,
+        state_slots: 4,
+        kv_dtype: CacheDtype::F16,
+        state_dtype: CacheDtype::F32,
+        max_model_len: 256,
+        max_num_seqs: SLOTS,
+        max_num_batched_tokens: 256,
+        max_drafts: 0,
+    };
+    let error = match model.open(&plan, &EngineConfig::default(), &Clock::real()) {
+        Ok(_) => panic!("a cache of many terabytes was allocated"),
+        Err(error) => error,
+    };
+    assert!(error.to_string().contains("allocating") && !error.hint().is_empty(), "{error}");
+}
