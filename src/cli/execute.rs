@@ -83,7 +83,6 @@ pub fn execute(request: &Request) -> Result<()> {
         "finished arms are kept; continue with {}",
         resume_command(&record, folder.path())
     ));
-    record.ceilings = device.ceilings()?;
     folder.replace("run.json", &record.json()?)?;
 
     let mut bar = Bar::new();

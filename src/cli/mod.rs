@@ -1,12 +1,16 @@
 //! The command line: what is typed. Each command has a file, with its flags and a `run` that resolves and does them.
 
+pub mod diff;
 pub mod execute;
 pub mod flags;
+pub mod generate;
 pub mod list;
+pub mod logits;
 pub mod output;
 pub mod progress;
 pub mod reproduce;
 pub mod run;
+pub mod session;
 pub mod show;
 pub mod sweep;
 
@@ -34,6 +38,12 @@ enum Command {
     Sweep(sweep::SweepFlags),
     /// The series' published figures, cell by cell, beside its simulated rig
     Reproduce(reproduce::ReproduceFlags),
+    /// Compare two results: change, interval and verdict for each metric
+    Diff(diff::DiffFlags),
+    /// Text from a model
+    Generate(generate::GenerateFlags),
+    /// Logits of given tokens as JSON
+    Logits(logits::LogitsFlags),
 }
 
 /// # Errors
@@ -46,5 +56,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Run(flags) => flags.run(),
         Command::Sweep(flags) => flags.run(),
         Command::Reproduce(flags) => flags.run(),
+        Command::Diff(flags) => flags.run(),
+        Command::Generate(flags) => flags.run(),
+        Command::Logits(flags) => flags.run(),
     }
 }

@@ -18,12 +18,15 @@ use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
+use crate::measure::checks::check_rows;
+use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::ArmLabel;
+use crate::measure::warmup::Stationarity;
 use crate::report::chrome_trace::ChromeTrace;
 use crate::report::csv::rows;
-use crate::report::{numbers, overview};
+use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};
@@ -36,9 +39,6 @@ pub trait Progress {
     fn line(&mut self, text: &str);
     fn end(&mut self);
 }
-
-/// Share by which the median step of a warm-up round may differ from the round's before to count as stationary.
-const STATIONARY: f64 = 0.05;
 
 pub struct Runner<'a> {
     pub plan: &'a Plan,
@@ -73,7 +73,7 @@ impl Runner<'_> {
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
     pub fn run(&mut self) -> Result<()> {
         let mut loaded: Option<Loaded> = None;
-        let mut trace = self.trace.then(|| ChromeTrace::new(self.ceilings));
+        let mut trace = self.trace.then(ChromeTrace::default);
         let cells = self.plan.cells();
         for (position, &cell) in cells.iter().enumerate() {
             if self.prepared.arms[cell.arm].is_none() {
@@ -129,6 +129,12 @@ impl Runner<'_> {
                     self.record.models.iter_mut().find(|record| record.reference == arm.model)
                 {
                     record.load_s.get_or_insert(began.elapsed().as_secs_f64());
+                }
+                // Of the arithmetic this model was loaded for.
+                self.ceilings = self.device.ceilings()?;
+                if self.record.ceilings.read_bytes_per_s == 0.0 {
+                    self.record.ceilings = self.ceilings;
+                    self.save_record()?;
                 }
                 let clock = self.device.clock();
                 *loaded = Some(Loaded { reference: arm.model.clone(), options, model, clock, session: None });
@@ -189,7 +195,7 @@ impl Runner<'_> {
         let engine = self.session(loaded, ready)?;
         engine.set_trace(false);
 
-        let mut before_ms: Option<f64> = None;
+        let mut stationarity = Stationarity::default();
         for round in 0..arm.load.warmup.max_rounds {
             let Some(warmup) = prepare::warmup(self.plan, arm, model, cell.repeat, round)? else { break };
             self.progress.begin(position, of, &format!("{what}: warm-up"), warmup.requests.len() as u64);
@@ -201,13 +207,10 @@ impl Runner<'_> {
                 let cold_ms = record.steps.first().map(|step| step.wall_s * 1e3);
                 model.cold_step_ms = model.cold_step_ms.or(cold_ms);
             }
-            let now_ms = numbers::median(record.steps.iter().map(|step| step.wall_s * 1e3));
-            let stationary =
-                before_ms.zip(now_ms).is_some_and(|(before, now)| (now / before - 1.0).abs() <= STATIONARY);
-            if stationary {
+            record.steps.iter().for_each(|step| stationarity.observe(&step.report));
+            if stationarity.is_stationary() {
                 break;
             }
-            before_ms = now_ms;
         }
 
         let expected = schedule.requests.len() as u64;
@@ -226,7 +229,16 @@ impl Runner<'_> {
         let conditions =
             Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo, traffic_ratio: None };
         let summary = summarize(record, &label, &conditions);
+        let limited = arm.load.concurrency.is_some();
+        let checks = check_rows(record, &arm.name, repeat, limited);
+        for check in checks.iter().filter(|check| check.status == "warning") {
+            self.record
+                .warnings
+                .push(format!("{}, repeat {repeat}: {}: {}", arm.name, check.check, check.note));
+        }
         let files = [
+            ("populations.csv", rows(population_rows(record, &arm.name, repeat))?),
+            ("checks.csv", rows(&checks)?),
             ("requests.csv", rows(record.request_rows(&arm.name, repeat))?),
             ("tokens.csv", rows(record.token_rows(&arm.name, repeat))?),
             ("steps.csv", rows(record.step_rows(&arm.name, repeat))?),
@@ -275,7 +287,7 @@ impl Runner<'_> {
             progress.advance(done as u64);
         });
         engine.set_trace(false);
-        trace.add(&arm.name, &record?);
+        trace.add(&arm.name, &record?, &self.ceilings);
         Ok(())
     }
 

@@ -19,25 +19,21 @@ const STEPS: u64 = 1;
 const KERNELS: u64 = 2;
 const FIRST_REQUEST: u64 = 100;
 
+#[derive(Debug, Default)]
 pub struct ChromeTrace {
     events: Vec<Value>,
     arms: u64,
-    ceilings: Ceilings,
 }
 
 impl ChromeTrace {
-    pub fn new(ceilings: Ceilings) -> Self {
-        Self { events: Vec::new(), arms: 0, ceilings }
-    }
-
     /// Adds one arm's traced pass.
-    pub fn add(&mut self, arm: &str, record: &ArmRecord) {
+    pub fn add(&mut self, arm: &str, record: &ArmRecord, ceilings: &Ceilings) {
         self.arms += 1;
         let process = self.arms;
         self.name(process, None, arm);
         self.name(process, Some(STEPS), "scheduler steps");
         for step in &record.steps {
-            self.step(process, step);
+            self.step(process, step, ceilings);
         }
         if record.steps.iter().any(|step| !step.report.kernels.is_empty()) {
             self.name(process, Some(KERNELS), "kernels");
@@ -66,7 +62,7 @@ impl ChromeTrace {
             .push(json!({"ph": "C", "name": name, "pid": process, "ts": at_s * 1e6, "args": {name: value}}));
     }
 
-    fn step(&mut self, process: u64, step: &StepRecord) {
+    fn step(&mut self, process: u64, step: &StepRecord, ceilings: &Ceilings) {
         let report = &step.report;
         let name = format!("{} {}", report.kind.as_str(), report.running);
         let args = json!({
@@ -92,8 +88,8 @@ impl ChromeTrace {
             let seconds = kernel.end_s - kernel.start_s;
             let per_s = |amount: u64| if seconds > 0.0 { amount as f64 / seconds } else { 0.0 };
             let share = |rate: f64, roof: f64| if roof > 0.0 { rate / roof } else { 0.0 };
-            let of_roof = share(per_s(kernel.bytes), self.ceilings.read_bytes_per_s)
-                .max(share(per_s(kernel.flops), self.ceilings.flops_per_s));
+            let of_roof = share(per_s(kernel.bytes), ceilings.read_bytes_per_s)
+                .max(share(per_s(kernel.flops), ceilings.flops_per_s));
             let args = json!({
                 "bytes": kernel.bytes,
                 "flops": kernel.flops,
@@ -137,5 +133,24 @@ impl ChromeTrace {
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
         encoder.write_all(self.json().to_string().as_bytes()).map_err(failed)?;
         encoder.finish().map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn a_packed_trace_is_json_with_named_tracks() {
+        let ceilings = crate::experiment::device::NO_CEILINGS;
+        let mut trace = ChromeTrace::default();
+        trace.add("a=1", &ArmRecord::default(), &ceilings);
+        let mut text = String::new();
+        flate2::read::GzDecoder::new(trace.gzip().unwrap().as_slice()).read_to_string(&mut text).unwrap();
+        let json: Value = serde_json::from_str(&text).unwrap();
+        let names: Vec<_> =
+            json["traceEvents"].as_array().unwrap().iter().map(|event| &event["args"]["name"]).collect();
+        assert_eq!(names, ["a=1", "scheduler steps"]);
     }
 }

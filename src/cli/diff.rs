@@ -1,0 +1,83 @@
+//! `inferwall diff`: two results, metric by metric, with intervals and verdicts.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::flags::Format;
+use super::output;
+use crate::measure::compare::{self, DiffRow};
+use crate::measure::verdict::Verdict;
+use crate::report::numbers::{DASH, number};
+use crate::report::table;
+use crate::{Error, Result};
+
+#[derive(Debug, Args)]
+pub struct DiffFlags {
+    /// summary.csv, requests.csv, a run folder, JSON rows, or the JSON of `vllm bench serve --save-result`
+    before: PathBuf,
+
+    /// The same, after the change
+    after: PathBuf,
+
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+
+    /// Exit with 1 if any metric has this verdict: improved, regressed, "no change", "within noise"
+    #[arg(long, value_name = "VERDICT")]
+    fail_on: Option<String>,
+}
+
+impl DiffFlags {
+    pub fn run(self) -> Result<()> {
+        let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
+        let comparison = compare::compare(&compare::read(&self.before)?, &compare::read(&self.after)?)?;
+        for warning in &comparison.warnings {
+            output::warning(warning);
+        }
+        output::data(&match self.format {
+            Format::Json => compare::to_json(&comparison.rows)? + "\n",
+            Format::Csv => compare::to_csv(&comparison.rows)?,
+            format => draw(format, &comparison.rows)?,
+        })?;
+        match fail_on {
+            Some(verdict) if comparison.has(verdict) => {
+                let failing: Vec<String> = comparison
+                    .rows
+                    .iter()
+                    .filter(|row| row.verdict == verdict)
+                    .map(|row| format!("{} {}", row.arm, row.metric))
+                    .collect();
+                Err(Error::failed(format!("{verdict}: {}", failing.join(", ")), ""))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn draw(format: Format, rows: &[DiffRow]) -> Result<String> {
+    let percent =
+        |value: Option<f64>| value.map_or(DASH.to_string(), |value| format!("{:+.1} %", value * 100.0));
+    let cells: Vec<Vec<String>> = rows
+        .iter()
+        .map(|row| {
+            let interval = match (row.low, row.high) {
+                (Some(_), Some(_)) => format!("{} to {}", percent(row.low), percent(row.high)),
+                _ => DASH.to_string(),
+            };
+            vec![
+                row.arm.clone(),
+                row.metric.to_string(),
+                number(row.before),
+                number(row.after),
+                percent(row.change),
+                interval,
+                row.p.map_or(DASH.to_string(), |p| format!("{p:.3}")),
+                row.more.effect_size.map_or(DASH.to_string(), number),
+                row.verdict.to_string(),
+            ]
+        })
+        .collect();
+    let header = ["arm", "metric", "before", "after", "change", "95 % interval", "p", "effect", "verdict"];
+    table::render(format, &header, &cells, &[2, 3, 4, 5, 6, 7])
+}
