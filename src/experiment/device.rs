@@ -82,12 +82,7 @@ pub fn open(name: &str, threads: Option<usize>) -> Result<Chosen> {
     let (name, reason) = resolve(name)?;
     let device: Box<dyn Device> = match name {
         Name::Cpu => Box::new(CpuDevice::new(threads)?),
-        Name::Cuda(ordinal) => {
-            return Err(Error::failed(
-                format!("cuda:{ordinal} cannot be used by this build yet"),
-                "use --device cpu",
-            ));
-        }
+        Name::Cuda(ordinal) => Box::new(cuda::CudaDevice::new(ordinal)?),
         Name::Sim(id) => open_sim(&id)?,
     };
     Ok(Chosen { device, reason })
