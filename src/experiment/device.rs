@@ -35,7 +35,7 @@ pub struct Chosen {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Name {
     Cpu,
-    Cuda(usize),
+    Cuda(i32),
     Sim(String),
 }
 
@@ -50,7 +50,7 @@ fn resolve(name: &str) -> Result<(Name, String)> {
         "cuda" => Ok((Name::Cuda(0), String::new())),
         _ if name.starts_with("sim:") => Ok((Name::Sim(name.to_string()), String::new())),
         _ => match name.strip_prefix("cuda:").map(str::parse) {
-            Some(Ok(ordinal)) => Ok((Name::Cuda(ordinal), String::new())),
+            Some(Ok(ordinal)) if ordinal >= 0 => Ok((Name::Cuda(ordinal), String::new())),
             _ => Err(Error::invalid(
                 format!("unknown device `{name}`"),
                 "devices: auto, cpu, cuda, cuda:N, sim:GPU (such as sim:a10g), sim:series, sim:fixed",
