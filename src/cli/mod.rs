@@ -6,6 +6,7 @@ pub mod flags;
 pub mod generate;
 pub mod list;
 pub mod logits;
+pub mod model;
 pub mod output;
 pub mod progress;
 pub mod reproduce;
@@ -44,6 +45,8 @@ enum Command {
     Generate(generate::GenerateFlags),
     /// Logits of given tokens as JSON
     Logits(logits::LogitsFlags),
+    /// Look at a model, fetch one, write a synthetic one, measure perplexity
+    Model(model::ModelFlags),
 }
 
 /// # Errors
@@ -59,5 +62,6 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Diff(flags) => flags.run(),
         Command::Generate(flags) => flags.run(),
         Command::Logits(flags) => flags.run(),
+        Command::Model(flags) => flags.run(),
     }
 }

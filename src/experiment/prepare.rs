@@ -64,7 +64,7 @@ fn prepare_arm(
 ) -> Result<PreparedArm> {
     if !models.contains_key(&arm.model) {
         let reference: ModelRef = arm.model.parse()?;
-        let options = OpenOptions { seed: plan.seed, ..OpenOptions::default() };
+        let options = OpenOptions { seed: plan.seed, download: true, show_progress: true };
         models.insert(arm.model.clone(), open(&reference, &options)?);
     }
     let model = &models[&arm.model];

@@ -19,6 +19,7 @@ pub mod presets;
 mod quantization;
 mod reference;
 mod safetensors_file;
+pub mod save;
 pub mod spec;
 pub mod synthetic;
 mod vocabulary;
