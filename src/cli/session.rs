@@ -79,7 +79,7 @@ impl ModelFlags {
             .clone()
             .unwrap_or_else(|| device::default_model(chosen.device.info().kind).to_string());
         let reference: ModelRef = model.parse()?;
-        let opened = open(&reference, &OpenOptions { seed: self.seed, ..OpenOptions::default() })?;
+        let opened = open(&reference, &OpenOptions { seed: self.seed, download: true, show_progress: true })?;
         Ok(Checked { device: chosen.device, opened, config })
     }
 }

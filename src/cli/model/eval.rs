@@ -9,21 +9,14 @@ use clap::Args;
 use serde::Serialize;
 
 use super::super::flags::Format;
-use super::super::output;
-use crate::engine::Engine;
-use crate::engine::account::Ceilings;
-use crate::engine::cache::plan::plan_for;
+use super::super::{output, session};
 use crate::engine::config::EngineConfig;
-use crate::engine::device::LoadOptions;
-use crate::engine::tokenizer::Tokenizer;
-use crate::experiment::{device, knobs};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
 pub struct EvalFlags {
-    /// A folder, a hub id, or synthetic:PRESET
-    #[arg(long, value_name = "MODEL")]
-    model: String,
+    #[command(flatten)]
+    model: session::ModelFlags,
 
     /// The text to predict
     #[arg(long, value_name = "FILE")]
@@ -36,14 +29,6 @@ pub struct EvalFlags {
     /// Most windows, from the start of the text; all if not given
     #[arg(long, value_name = "N")]
     windows: Option<usize>,
-
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    device: String,
-
-    /// Set a knob of the engine
-    #[arg(long, value_name = "KNOB=VALUE")]
-    set: Vec<String>,
 
     /// What goes to stdout: table or json
     #[arg(long, value_enum, default_value_t = Format::Table)]
@@ -93,12 +78,16 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
             "a window needs 2 tokens or more",
         ));
     }
-    let model = super::open(&flags.model, true)?;
+    if flags.model.device.starts_with("sim:") {
+        return Err(Error::invalid(
+            format!("{} computes no probabilities", flags.model.device),
+            "use --device cpu or cuda",
+        ));
+    }
     let text = std::fs::read_to_string(&flags.text).map_err(|error| Error::read(&flags.text, &error))?;
-    let tokenizer = match &model.tokenizer {
-        Some(path) => Tokenizer::from_file(path)?,
-        None => Tokenizer::Bytes,
-    };
+    let config = EngineConfig { max_num_seqs: 1, ..EngineConfig::default() };
+    let checked = flags.model.check(config)?;
+    let tokenizer = checked.tokenizer()?;
     let tokens = tokenizer.encode(&text, true)?;
     let windows: Vec<&[u32]> = windows(&tokens, flags.window, flags.windows.unwrap_or(usize::MAX));
     if windows.is_empty() {
@@ -107,31 +96,19 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
             "give a longer text",
         ));
     }
-
-    let config = config(flags, &tokens)?;
-    let mut device = device::open(&flags.device, config.threads)?.device;
-    if device.info().simulated() {
-        return Err(Error::invalid(
-            format!("{} computes no probabilities", device.info().id),
-            "use --device cpu or cuda",
-        ));
-    }
-    let plan = plan_for(device.as_ref(), &model.layout, &config, Some(flags.window.min(tokens.len()) + 1))?;
-    let options = LoadOptions { cpu_math: config.cpu_math, threads: config.threads };
-    let loaded = device.load(&model.layout, &model.weights, &options, &mut |_| ())?;
-    let mut engine = Engine::new(loaded.as_ref(), plan, config, UNUSED, device.clock())?;
-
+    let mut model = checked.load(flags.window.min(tokens.len()))?;
     let (mut nats, mut predicted, mut bytes) = (0.0, 0, 0);
     for window in &windows {
-        let logprobs = engine.logprobs(window)?;
+        let logprobs = model.engine.logprobs(window)?;
         nats -= logprobs.iter().map(|&logprob| f64::from(logprob)).sum::<f64>();
         predicted += logprobs.len();
         bytes += tokenizer.decode(&window[1..])?.len();
     }
+    let layout = &model.opened.layout;
     Ok(Evaluation {
-        model: model.layout.spec.name.clone(),
-        hash: model.layout.hash.clone(),
-        device: device.info().id.clone(),
+        model: layout.spec.name.clone(),
+        hash: layout.hash.clone(),
+        device: flags.model.device.clone(),
         text: flags.text.display().to_string(),
         window: flags.window,
         windows: windows.len(),
@@ -146,40 +123,6 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
 fn windows(tokens: &[u32], length: usize, most: usize) -> Vec<&[u32]> {
     tokens.chunks(length).take(most).filter(|window| window.len() >= 2).collect()
 }
-
-/// One sequence that fills a window, and the knobs that were set.
-fn config(flags: &EvalFlags, tokens: &[u32]) -> Result<EngineConfig> {
-    let longest = flags.window.min(tokens.len()) + 1;
-    let mut engine = toml::Table::new();
-    let mut load = toml::Table::new();
-    for assignment in &flags.set {
-        let (knob, setting) = knobs::parse_assignment(assignment)?;
-        knob.set(&mut engine, &mut load, &setting);
-    }
-    if !load.is_empty() {
-        return Err(Error::invalid(
-            format!("`{}` has no meaning here", load.keys().next().map_or("", String::as_str)),
-            "set knobs of the engine, such as cpu_math or threads",
-        ));
-    }
-    for (knob, value) in [("max_num_seqs", 1), ("max_model_len", longest as i64)] {
-        engine.entry(knob).or_insert(toml::Value::Integer(value));
-    }
-    let config: EngineConfig = engine
-        .try_into()
-        .map_err(|error| Error::invalid(format!("--set: {error}"), "check the knob's value"))?;
-    config.validate()?;
-    Ok(config)
-}
-
-/// Floors of steps are not reported here, so nothing is measured for them.
-const UNUSED: Ceilings = Ceilings {
-    read_bytes_per_s: 1e9,
-    copy_bytes_per_s: 1e9,
-    flops_per_s: 1e9,
-    launch_s: 0.0,
-    measured: false,
-};
 
 #[cfg(test)]
 mod tests {
