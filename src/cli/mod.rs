@@ -2,6 +2,7 @@
 
 pub mod diff;
 pub mod execute;
+pub mod explain;
 pub mod flags;
 pub mod generate;
 pub mod list;
@@ -37,6 +38,8 @@ enum Command {
     Run(run::RunFlags),
     /// Sweep knobs with no experiment declared
     Sweep(sweep::SweepFlags),
+    /// Why the arms of a results folder came out as they did, and what would move them
+    Explain(explain::ExplainFlags),
     /// The series' published figures, cell by cell, beside its simulated rig
     Reproduce(reproduce::ReproduceFlags),
     /// Compare two results: change, interval and verdict for each metric
@@ -58,6 +61,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Show(flags) => flags.run(),
         Command::Run(flags) => flags.run(),
         Command::Sweep(flags) => flags.run(),
+        Command::Explain(flags) => flags.run(),
         Command::Reproduce(flags) => flags.run(),
         Command::Diff(flags) => flags.run(),
         Command::Generate(flags) => flags.run(),

@@ -2,7 +2,9 @@
 //! waiting, which wall comes next and where; and whether that holds, by runs on a simulated device in which one
 //! resource at a time is doubled. The same for real and for simulated devices.
 
+pub mod compare;
 pub mod counterfactual;
+pub mod run;
 pub mod shares;
 pub mod text;
 pub mod walls;

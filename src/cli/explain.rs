@@ -1,0 +1,103 @@
+//! `inferwall explain RUN`: why the arms of a results folder came out as they did.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::flags::Format;
+use super::output;
+use crate::engine::device::sim::SimDevice;
+use crate::explain::{compare, run, text};
+use crate::report::numbers::{optional, percent};
+use crate::report::results::RunResults;
+use crate::report::table;
+use crate::{Error, Result, report};
+
+#[derive(Debug, Args)]
+pub struct ExplainFlags {
+    /// Folder of a run: the one with run.json in it
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+
+    /// Only this arm
+    #[arg(long, value_name = "NAME")]
+    arm: Option<String>,
+
+    /// The simulated device that stands for the run's own, as in sim:h100 or sim:custom:...
+    #[arg(long, value_name = "DEVICE")]
+    sim: Option<String>,
+
+    /// Leave out the runs in which one resource at a time is doubled
+    #[arg(long)]
+    no_counterfactuals: bool,
+
+    /// Set measured beside simulated for each arm
+    #[arg(long)]
+    compare_sim: bool,
+
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+}
+
+impl ExplainFlags {
+    pub fn run(self) -> Result<()> {
+        let results = RunResults::read(&self.run)?;
+        if self.sim.is_none() && !results.has_roofs() {
+            output::note("this device has no roofs: only what the steps themselves show");
+            return output::data(&report::explain::render(&results, self.format)?);
+        }
+        let device = match &self.sim {
+            Some(name) => SimDevice::parse(name)?,
+            None => run::stand_in(&results, self.compare_sim)?,
+        };
+        if self.compare_sim {
+            return self.compare(&results, &device);
+        }
+        let explanations =
+            run::explain_run(&results, &device, self.arm.as_deref(), !self.no_counterfactuals)?;
+        if self.format == Format::Json {
+            return json(&explanations);
+        }
+        let mut text = report::explain::render(&results, self.format)?;
+        for explanation in &explanations {
+            text += &format!("\n{}: bound by {}\n", explanation.arm, explanation.bound_by);
+            for line in text::lines(explanation) {
+                text += &format!("  - {line}\n");
+            }
+        }
+        output::data(&text)
+    }
+
+    fn compare(&self, results: &RunResults, device: &SimDevice) -> Result<()> {
+        let rows = compare::compare(results, device)?;
+        if self.format == Format::Json {
+            return json(&rows);
+        }
+        let plain = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
+        let shown = |value: Option<f64>| {
+            if self.format == Format::Csv { plain(value) } else { optional(value) }
+        };
+        let cells: Vec<Vec<String>> = rows
+            .iter()
+            .map(|row| {
+                let error = if self.format == Format::Csv { plain(row.error) } else { percent(row.error) };
+                vec![
+                    row.arm.clone(),
+                    row.metric.to_string(),
+                    shown(row.measured),
+                    shown(row.simulated),
+                    error,
+                ]
+            })
+            .collect();
+        output::note(&format!("simulated on {}", crate::engine::device::Device::info(device).id));
+        let header = ["arm", "metric", "measured", "simulated", "error"];
+        output::data(&table::render(self.format, &header, &cells, &[2, 3, 4])?)
+    }
+}
+
+fn json(value: &impl serde::Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|error| Error::failed(format!("cannot write json: {error}"), "try --format table"))?;
+    output::data(&(text + "\n"))
+}

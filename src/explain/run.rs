@@ -1,0 +1,118 @@
+//! From a results folder to what an explanation needs: each arm as it ran, on a simulated device that stands for its own.
+
+use crate::engine::config::CacheDtype;
+use crate::engine::device::DeviceKind;
+use crate::engine::device::sim::SimDevice;
+use crate::engine::model::{ModelRef, OpenOptions, open};
+use crate::experiment::record::ResolvedArm;
+use crate::hardware;
+use crate::measure::rows::StepRow;
+use crate::report::results::RunResults;
+use crate::simulation::SimulatedArm;
+use crate::{Error, Result};
+
+use super::{Evidence, Explanation, explain};
+
+/// The simulated device that stands for the run's: the same one for a simulated run, the GPU's profile where the table
+/// has it and `profile` is wanted, else one of the measured ceilings.
+///
+/// # Errors
+/// [`Error::Invalid`] for a device without roofs (`sim:fixed`).
+pub fn stand_in(results: &RunResults, profile: bool) -> Result<SimDevice> {
+    let record = &results.record;
+    if !results.has_roofs() {
+        return Err(Error::invalid(
+            format!("{} has no bandwidth and no rate to simulate with", record.device.id),
+            "explain a run on a CPU, a GPU or sim:<gpu>, or name a device with --sim",
+        ));
+    }
+    if record.device.kind == DeviceKind::Sim {
+        return SimDevice::parse(&record.device.id);
+    }
+    if let Some(gpu) = hardware::by_product_name(&record.device.name).filter(|_| profile) {
+        return SimDevice::parse(&format!("sim:{}", gpu.id));
+    }
+    let ceilings = &record.ceilings;
+    SimDevice::parse(&format!(
+        "sim:custom:gb_per_s={},tflops={},gb={},launch_us={}",
+        ceilings.read_bytes_per_s / 1e9,
+        ceilings.flops_per_s / 1e12,
+        // Room for any pool: its size is pinned to what the run had.
+        4.0 * record.device.memory_bytes as f64 / 1e9,
+        ceilings.launch_s * 1e6,
+    ))
+}
+
+fn dtype(name: &str) -> CacheDtype {
+    serde_json::from_value(serde_json::Value::String(name.to_lowercase())).unwrap_or(CacheDtype::Auto)
+}
+
+/// An arm of the run with the pools it got.
+///
+/// # Errors
+/// A model that can no longer be opened; an arm that is not in the plan.
+pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<SimulatedArm> {
+    let record = &results.record;
+    let planned = record.plan.arms.iter().find(|arm| arm.name == resolved.name).ok_or_else(|| {
+        Error::invalid(
+            format!("{}: arm `{}` is not in the plan", results.folder.display(), resolved.name),
+            "run.json is damaged",
+        )
+    })?;
+    let reference: ModelRef = resolved.model.parse()?;
+    let layout = open(&reference, &OpenOptions { seed: record.plan.seed, ..OpenOptions::default() })?.layout;
+    let mut engine = resolved.engine.clone();
+    engine.kv_blocks = Some(resolved.kv_blocks);
+    engine.state_slots = (resolved.state_slots > 0).then_some(resolved.state_slots);
+    engine.gpu_memory = None;
+    engine.kv_dtype = dtype(&resolved.kv_dtype);
+    engine.state_dtype = dtype(&resolved.state_dtype);
+    Ok(SimulatedArm {
+        layout,
+        engine,
+        load: planned.load.clone(),
+        seed: record.seeds.first().copied().unwrap_or(record.plan.seed),
+        stop_s: None,
+        stall_s: 0.0,
+    })
+}
+
+/// Explains every finished arm of a run, or the one named.
+///
+/// # Errors
+/// A run without roofs, an arm that is not there, a model that cannot be opened.
+pub fn explain_run(
+    results: &RunResults,
+    device: &SimDevice,
+    only: Option<&str>,
+    with_counterfactuals: bool,
+) -> Result<Vec<Explanation>> {
+    let arms = results.arms();
+    if let Some(name) = only.filter(|name| !arms.contains(name)) {
+        return Err(Error::invalid(
+            format!("{} has no finished arm `{name}`", results.folder.display()),
+            format!("arms: {}", arms.join(", ")),
+        ));
+    }
+    let mut all = Vec::new();
+    for arm in arms.into_iter().filter(|arm| only.is_none_or(|name| name == *arm)) {
+        crate::experiment::interrupt::check()?;
+        let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
+            continue;
+        };
+        let simulated = simulated_arm(results, resolved)?;
+        let steps: Vec<StepRow> = results.steps_of(arm).cloned().collect();
+        let summaries: Vec<_> = results.of_arm(arm).collect();
+        let evidence = Evidence {
+            arm,
+            steps: &steps,
+            duration_s: summaries.iter().map(|summary| summary.duration_s).sum(),
+            bound_by: summaries.first().map_or("", |summary| summary.bound_by.as_str()),
+            ceilings: results.record.ceilings,
+            simulated: &simulated,
+            device,
+        };
+        all.push(explain(&evidence, with_counterfactuals)?);
+    }
+    Ok(all)
+}
