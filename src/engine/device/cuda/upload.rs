@@ -87,7 +87,7 @@ impl Uploader {
         to: &DeviceBuffer,
         place: Place,
     ) -> Result<()> {
-        if cols % 8 != 0 {
+        if !cols.is_multiple_of(8) {
             return Err(Error::invalid(
                 format!("{name} has {cols} columns, and the CUDA kernels need a multiple of 8"),
                 "use --device cpu for this model",

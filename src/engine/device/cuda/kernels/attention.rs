@@ -75,7 +75,7 @@ impl RowAttention {
                 ));
             }
         };
-        if block_tokens % 16 != 0 {
+        if !block_tokens.is_multiple_of(16) {
             return Err(Error::invalid(
                 format!("kv_block_tokens = {block_tokens}: the CUDA attention kernels need a multiple of 16"),
                 "set kv_block_tokens=16",

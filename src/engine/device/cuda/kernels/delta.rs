@@ -49,13 +49,13 @@ impl Delta {
         portable: bool,
     ) -> Result<Self> {
         let wrong = |what: String| Err(Error::invalid(what, "use --device cpu for this model"));
-        if shape.key_dim % 4 != 0 || shape.key_dim.max(shape.value_dim) > 1024 {
+        if !shape.key_dim.is_multiple_of(4) || shape.key_dim.max(shape.value_dim) > 1024 {
             return wrong(format!(
                 "linear heads of {} x {}: the CUDA kernels need key sizes that are multiples of 4, and at most 1,024",
                 shape.key_dim, shape.value_dim
             ));
         }
-        if shape.value_heads % shape.key_heads != 0 {
+        if !shape.value_heads.is_multiple_of(shape.key_heads) {
             return wrong(format!("{} value heads over {} key heads", shape.value_heads, shape.key_heads));
         }
         let fast = (shape.key_dim, shape.value_dim) == (128, 128);

@@ -29,7 +29,7 @@ impl Norms {
     /// # Errors
     /// A hidden size that is no multiple of 8 or above 8,192.
     pub fn new(gpu: &Gpu, hidden: usize, eps: f32) -> Result<Self> {
-        if hidden % 8 != 0 || hidden > MAX_HIDDEN {
+        if !hidden.is_multiple_of(8) || hidden > MAX_HIDDEN {
             return Err(Error::invalid(
                 format!(
                     "hidden_size = {hidden}: the CUDA kernels need a multiple of 8, at most {MAX_HIDDEN}"
