@@ -4,8 +4,9 @@
 mod cpu_rig;
 
 use cpu_rig::*;
-use inferwall::engine::config::CacheDtype;
+use inferwall::engine::config::{CacheDtype, CpuMath};
 use inferwall::engine::device::Want;
+use inferwall::engine::device::cpu::isa;
 
 const FOLDERS: [&str; 6] = [
     "hybrid-tiny",
@@ -222,6 +223,25 @@ fn sixteen_bit_caches_are_close() {
         let found = rig.logits(0, &golden.ids, &[20, 1]);
         let (_, relative) = errors(&found, &golden.logits);
         assert!(relative < limit && relative > 1e-6, "{kv_dtype:?} {state_dtype:?}: rms rel {relative:.2e}");
+    }
+}
+
+#[test]
+fn bf16_arithmetic_stays_within_the_bf16_columns() {
+    if !isa::has_bf16() {
+        eprintln!("SKIPPED: this CPU has no bf16 products");
+        return;
+    }
+    for name in ["dense-qwen2-tiny", "dense-qwen3-tiny", "dense-llama-tiny", "hybrid-tiny-predictable"] {
+        let golden = Golden::read(&fixture(name));
+        let mut rig = Rig::open(&fixture(name), Options { math: CpuMath::Bf16, ..Options::default() });
+        let limit = golden.json["suggested_tolerance"]["bfloat16_rms_rel"].as_f64().unwrap();
+        for pieces in [&[150][..], &[40, 1]] {
+            let found = rig.logits(0, &golden.ids, pieces);
+            let (_, relative) = errors(&found[golden.first..], &golden.logits);
+            assert!(relative < limit, "{name} {pieces:?}: rms rel {relative:.2e}, limit {limit:.2e}");
+            assert!(relative > 1e-5, "{name}: this was not bf16 arithmetic");
+        }
     }
 }
 

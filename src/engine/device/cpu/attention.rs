@@ -7,7 +7,7 @@
 
 use super::batch::Sequence;
 use super::cache::KvPool;
-use super::gemm::{self, MAX_TILE, Packed, Tile, max_tile};
+use super::gemm::{self, MAX_TILE, Tile, max_tile};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
@@ -69,7 +69,8 @@ pub struct Layer<'a> {
     /// Projections, [rows][q | k | v].
     pub qkv: Shared<f32>,
     pub width: usize,
-    pub output: Packed,
+    /// [rows][heads * head_dim]
+    pub output: Shared<f32>,
     pub isa: Isa,
 }
 
@@ -220,8 +221,8 @@ fn attend_rows<A: Arch>(
     for row in 0..count {
         // SAFETY: the query was prepared in an earlier phase; nobody writes it now.
         let query = unsafe { layer.qkv.part(row_start(row), dim) };
-        for (d, value) in query.iter().enumerate() {
-            workspace.queries[d * count + row] = *value;
+        for (out, value) in workspace.queries[row..].iter_mut().step_by(count).zip(query.iter()) {
+            *out = *value;
         }
     }
 
@@ -235,20 +236,10 @@ fn attend_rows<A: Arch>(
     let mut slot = 0;
     while slot < slots {
         let second = if slot + LANES < slots { slot + LANES } else { slot };
-        let tile = Tile {
-            w0: key_tile(slot),
-            w1: key_tile(second),
-            stride: key_stride,
-            cols: dim,
-            x: workspace.queries.as_ptr(),
-            // SAFETY: a row of scores has room for the second tile of the last pair.
-            out: unsafe { workspace.scores.as_mut_ptr().add(slot) },
-            out_stride: score_stride,
-            accumulate: false,
-            scales: std::ptr::null(),
-            zeros: std::ptr::null(),
-            group: 0,
-        };
+        // SAFETY: a row of scores has room for the second tile of the last pair.
+        let out = unsafe { workspace.scores.as_mut_ptr().add(slot) };
+        let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
+            .into(out, score_stride, false);
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -271,21 +262,18 @@ fn attend_rows<A: Arch>(
         let block = sequence.blocks[slot / block_slots] as usize;
         let base = kv.value_row(layer.index, block, kv_head, 0);
         for d in (0..kv.value_stride).step_by(2 * LANES) {
-            // SAFETY: value rows are padded to whole panels; the block's rows follow each other.
+            let cols = block_slots.min(slots - slot);
+            // SAFETY: value rows are padded to whole panels and a block's rows follow each other; the softmax wrote
+            // `count` weights a slot.
             let tile = unsafe {
-                Tile {
-                    w0: base.add(d * value_bytes),
-                    w1: base.add((d + LANES) * value_bytes),
-                    stride: kv.value_stride * value_bytes,
-                    cols: block_slots.min(slots - slot),
-                    x: workspace.weights.as_ptr().add(slot * count),
-                    out: workspace.outputs.as_mut_ptr().add(d),
-                    out_stride: kv.value_stride,
-                    accumulate: true,
-                    scales: std::ptr::null(),
-                    zeros: std::ptr::null(),
-                    group: 0,
-                }
+                Tile::dense(
+                    base.add(d * value_bytes),
+                    base.add((d + LANES) * value_bytes),
+                    kv.value_stride * value_bytes,
+                    cols,
+                    workspace.weights.as_ptr().add(slot * count),
+                )
+                .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };
@@ -304,8 +292,9 @@ fn attend_rows<A: Arch>(
             }
         }
         let head = kv_head * group + (first + row) % group;
+        let at = ((sequence.first_row + (first + row) / group) * spec.heads + head) * dim;
         // SAFETY: this item alone writes this row's columns of this head.
-        unsafe { layer.output.write(sequence.first_row + (first + row) / group, head * dim, output) };
+        unsafe { layer.output.part(at, dim) }.copy_from_slice(output);
     }
 }
 

@@ -4,7 +4,8 @@
 
 use std::time::Instant;
 
-use super::isa::{Arch, Isa, LANES, Work, fma};
+use super::gemm;
+use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
 use super::pool::Pool;
 use crate::Result;
@@ -15,7 +16,7 @@ use crate::engine::config::CpuMath;
 const READ_MIB: [usize; 2] = [512, 256];
 
 /// Measures all ceilings; about two seconds.
-pub fn measure(pool: &mut Pool, isa: Isa, _math: CpuMath) -> Result<Ceilings> {
+pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
     let mut read = 0f64;
     for mib in READ_MIB {
         let buffer = Buffer::zeroed(mib << 20)?;
@@ -28,7 +29,7 @@ pub fn measure(pool: &mut Pool, isa: Isa, _math: CpuMath) -> Result<Ceilings> {
     fill(pool, &from);
     fill(pool, &to);
     let copy = (0..5).map(|_| copy_rate(pool, &from, &to)).fold(0.0, f64::max);
-    let flops = (0..5).map(|_| flop_rate(pool, isa)).fold(0.0, f64::max);
+    let flops = (0..8).map(|_| flop_rate(pool, isa, math)).fold(0.0, f64::max);
     Ok(Ceilings {
         read_bytes_per_s: read,
         copy_bytes_per_s: copy,
@@ -93,33 +94,15 @@ fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {
     2.0 * from.len() as f64 / start.elapsed().as_secs_f64()
 }
 
-struct MultiplyAdd(usize);
-
-impl Work for MultiplyAdd {
-    type Output = f32;
-
-    #[inline(always)]
-    fn run<A: Arch>(self) -> f32 {
-        let mut sums = [[1f32; LANES]; 12];
-        let factor = std::hint::black_box(0.999f32);
-        let term = std::hint::black_box(0.001f32);
-        for _ in 0..self.0 {
-            for sum in &mut sums {
-                for lane in sum {
-                    *lane = fma::<A>(*lane, factor, term);
-                }
-            }
-        }
-        sums.iter().flatten().sum()
-    }
-}
-
-fn flop_rate(pool: &mut Pool, isa: Isa) -> f64 {
-    let rounds = 1_000_000;
+/// Multiply-adds a second, as FLOPs, of the widest arithmetic the engine uses here: as many independent sums as hide the
+/// latency of the multipliers.
+fn flop_rate(pool: &mut Pool, isa: Isa, math: CpuMath) -> f64 {
+    let rounds = 400_000;
     let threads = pool.threads();
+    let flops_per_round = gemm::multiply_add_flops(isa, math);
     let start = Instant::now();
     pool.run(&|_| {
-        std::hint::black_box(isa.run(MultiplyAdd(rounds)));
+        std::hint::black_box(gemm::multiply_add_rounds(isa, math, rounds));
     });
-    (rounds * threads * 12 * LANES * 2) as f64 / start.elapsed().as_secs_f64()
+    (rounds * threads * flops_per_round) as f64 / start.elapsed().as_secs_f64()
 }

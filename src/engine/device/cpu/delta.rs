@@ -15,10 +15,11 @@
 
 use super::batch::Sequence;
 use super::cache::{StatePool, fetch, store};
-use super::gemm::{Element, Packed};
+use super::gemm::Element;
 use super::isa::{Arch, Isa, LANES, Work, fma};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
+use super::recurrence;
 use crate::engine::model::spec::DeltaNet;
 
 /// Tokens whose convolutions are kept at once.
@@ -47,7 +48,8 @@ pub struct Layer<'a> {
     /// Projections, [rows][q | k | v | z | b | a].
     pub inputs: Shared<f32>,
     pub width: usize,
-    pub output: Packed,
+    /// [rows][value_heads * value_dim]
+    pub output: Shared<f32>,
     pub isa: Isa,
 }
 
@@ -283,23 +285,24 @@ impl Item<'_> {
         let mut tile = 0;
         while tile < pool.value_tiles {
             let tiles = if pool.value_tiles - tile >= 4 { 4 } else { 1 };
-            // SAFETY: these tiles of this head's state belong to this item.
-            let state = unsafe {
-                std::slice::from_raw_parts_mut(state.add(tile * tile_elements), tiles * tile_elements)
-            };
+            let step = recurrence::choose(self.layer.isa, tiles);
             for i in 0..count {
                 let token = &mut workspace.tokens[i * token_size..(i + 1) * token_size];
-                let (qk, values) = token.split_at_mut(2 * key_dim);
-                let (q, k) = qk.split_at(key_dim);
-                let values = &mut values[v_at - 2 * key_dim..][..2 * value_lanes];
-                let (v, o) = values.split_at_mut(value_lanes);
-                let at = tile * LANES;
                 let [decay, beta] = workspace.gates[i * self.repeats + repeat];
-                let step = Step { q, k, decay, beta, product: workspace.products[i] };
-                if tiles == 4 {
-                    step.apply::<A, 4>(state, &v[at..at + 4 * LANES], &mut o[at..at + 4 * LANES]);
-                } else {
-                    step.apply::<A, 1>(state, &v[at..at + LANES], &mut o[at..at + LANES]);
+                let at = v_at + tile * LANES;
+                let base = token.as_mut_ptr();
+                // SAFETY: a token holds q, k and, from `v_at`, v and o of this head; the tiles belong to this item.
+                unsafe {
+                    let token = recurrence::Token {
+                        q: base,
+                        k: base.add(key_dim),
+                        product: workspace.products[i],
+                        decay,
+                        beta,
+                        v: base.add(at),
+                        o: base.add(at + value_lanes),
+                    };
+                    step(state.add(tile * tile_elements), key_dim, &token);
                 }
             }
             tile += tiles;
@@ -312,7 +315,7 @@ impl Item<'_> {
         }
     }
 
-    /// Gated norm of a chunk's outputs into the packed input of the output projection.
+    /// Gated norm of a chunk's outputs into the input rows of the output projection.
     #[inline(always)]
     fn emit<A: Arch>(
         &self,
@@ -338,7 +341,8 @@ impl Item<'_> {
                     *value *= lanes::silu::<A>(*z);
                 }
                 // SAFETY: this item alone writes this row's columns of this head.
-                unsafe { layer.output.write(row, head * spec.value_dim, normed) };
+                unsafe { layer.output.part(row * spec.value_size() + head * spec.value_dim, spec.value_dim) }
+                    .copy_from_slice(normed);
             }
         }
     }
@@ -394,53 +398,6 @@ impl Item<'_> {
 
 /// Value heads that may share a key head; more are refused when a model is loaded.
 pub const MAX_REPEATS: usize = 16;
-
-struct Step<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    decay: f32,
-    beta: f32,
-    product: f32,
-}
-
-impl Step<'_> {
-    /// One token's recurrence on V tiles of 16 value dims, each [key_dim][16].
-    #[inline(always)]
-    fn apply<A: Arch, const V: usize>(&self, state: &mut [f32], v: &[f32], o: &mut [f32]) {
-        let key_dim = self.k.len();
-        let tile = key_dim * LANES;
-        let mut with_k: [Lanes; V] = [[0.0; LANES]; V];
-        let mut with_q: [Lanes; V] = [[0.0; LANES]; V];
-        for i in 0..key_dim {
-            for t in 0..V {
-                let s = lanes::load(&state[t * tile + i * LANES..]);
-                for lane in 0..LANES {
-                    with_k[t][lane] = fma::<A>(s[lane], self.k[i], with_k[t][lane]);
-                    with_q[t][lane] = fma::<A>(s[lane], self.q[i], with_q[t][lane]);
-                }
-            }
-        }
-        let mut write: [Lanes; V] = [[0.0; LANES]; V];
-        for t in 0..V {
-            for lane in 0..LANES {
-                let read = self.decay * with_k[t][lane];
-                write[t][lane] = self.beta * (v[t * LANES + lane] - read);
-                o[t * LANES + lane] = fma::<A>(self.product, write[t][lane], self.decay * with_q[t][lane]);
-            }
-        }
-        for i in 0..key_dim {
-            for t in 0..V {
-                let s: &mut Lanes = match (&mut state[t * tile + i * LANES..][..LANES]).try_into() {
-                    Ok(lanes) => lanes,
-                    Err(_) => return,
-                };
-                for lane in 0..LANES {
-                    s[lane] = fma::<A>(self.k[i], write[t][lane], self.decay * s[lane]);
-                }
-            }
-        }
-    }
-}
 
 #[inline(always)]
 fn dot<A: Arch>(a: &[f32], b: &[f32]) -> f32 {

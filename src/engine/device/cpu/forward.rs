@@ -27,6 +27,8 @@ pub struct Buffers {
     /// What the input products of a mixer give.
     mixed: Scratch<f32>,
     pub normed: Activations,
+    /// Outputs of a mixer, [rows][size], and packed.
+    mixer_rows: Scratch<f32>,
     mixer_out: Activations,
     mlp: Activations,
     threads: Vec<ThreadSpace>,
@@ -35,7 +37,8 @@ pub struct Buffers {
 /// Buffers of one thread.
 #[derive(Default)]
 struct ThreadSpace {
-    row: Vec<f32>,
+    /// Rows of a tile, normed.
+    rows: Vec<f32>,
     attention: attention::Workspace,
     delta: delta::Workspace,
 }
@@ -106,20 +109,43 @@ impl Forward<'_> {
         let x = self.buffers.x.ptr();
         let space = Shared(self.buffers.threads.as_mut_ptr());
         let not_finite = &self.not_finite;
-        // A few rows are normed sooner by one thread than a phase is handed over.
-        let grain = if count * hidden <= 16 * 1024 { count } else { grain(count, 8 * self.pool.threads()) };
-        self.pool.split(count, grain, &|range, thread| {
+        self.pool.split(packed.tiling.tiles, self.tile_grain(&packed), &|tiles, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
-            space.row.resize(hidden, 0.0);
-            for index in range {
-                let row = rows.map_or(index, |rows| rows[index]);
-                // SAFETY: the residual stream is only read in this phase.
-                let x = unsafe { x.part(row * hidden, hidden) };
-                let norm = NormRow { x, weight, eps, out: &mut space.row, packed: &packed, row: index };
-                if !isa.run(norm).is_finite() {
-                    not_finite.fetch_min((layer as u64) << 32 | row as u64, Ordering::Relaxed);
+            space.rows.resize(MAX_TILE * hidden, 0.0);
+            for tile in tiles {
+                let (start, tokens) = packed.tiling.tile(tile);
+                for t in 0..tokens {
+                    let row = rows.map_or(start + t, |rows| rows[start + t]);
+                    // SAFETY: the residual stream is only read in this phase.
+                    let x = unsafe { x.part(row * hidden, hidden) };
+                    let out = &mut space.rows[t * hidden..(t + 1) * hidden];
+                    if !isa.run(Norm { x, weight, eps, out }).is_finite() {
+                        not_finite.fetch_min((layer as u64) << 32 | row as u64, Ordering::Relaxed);
+                    }
                 }
+                isa.run(PackTile { packed: &packed, tile, rows: &space.rows });
+            }
+        });
+        Ok(packed)
+    }
+
+    /// Tiles a thread packs at a time: all, where one thread is done before another has heard of it.
+    fn tile_grain(&self, packed: &Packed) -> usize {
+        if packed.tiling.rows * packed.cols <= 8 * 1024 { packed.tiling.tiles } else { 1 }
+    }
+
+    /// Packs the mixer's output rows for the output product.
+    fn pack_mixer_rows(&mut self, size: usize) -> Result<Packed> {
+        let isa = self.isa();
+        let packed = self.buffers.mixer_out.shape(isa, self.weights.math, self.batch.rows, size)?;
+        let rows = self.buffers.mixer_rows.ptr();
+        self.pool.split(packed.tiling.tiles, self.tile_grain(&packed), &|tiles, _| {
+            for tile in tiles {
+                let (start, tokens) = packed.tiling.tile(tile);
+                // SAFETY: the rows are only read in this phase.
+                let rows = unsafe { rows.part(start * size, tokens * size) };
+                isa.run(PackTile { packed: &packed, tile, rows });
             }
         });
         Ok(packed)
@@ -186,8 +212,9 @@ impl Forward<'_> {
         let (qkv, width) = self.products("attention_in", inputs, &packed)?;
         let attention = &spec.attention;
         let size = attention.heads * attention.head_dim;
-        let output = self.buffers.mixer_out.shape(self.isa(), self.weights.math, self.batch.rows, size)?;
-        let Some(kv) = self.kv else { return Ok(output) };
+        self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
+        let output = self.buffers.mixer_rows.ptr();
+        let Some(kv) = self.kv else { return self.pack_mixer_rows(size) };
         let shared = attention::Layer {
             spec: attention,
             eps: spec.norm_eps,
@@ -236,8 +263,9 @@ impl Forward<'_> {
                 });
             }
         });
+        let packed = self.pack_mixer_rows(size)?;
         self.trace.attention(started, batch, attention, kv.element.bytes());
-        Ok(output)
+        Ok(packed)
     }
 
     fn delta_net(
@@ -252,8 +280,11 @@ impl Forward<'_> {
         let packed = self.norm(layer_index, &layer.input_norm, None)?;
         let (projections, width) = self.products("delta_in", inputs, &packed)?;
         let size = spec.delta_net.as_ref().map_or(0, |delta| delta.value_size());
-        let output = self.buffers.mixer_out.shape(self.isa(), self.weights.math, self.batch.rows, size)?;
-        let (Some(delta), Some(state)) = (&spec.delta_net, self.state) else { return Ok(output) };
+        self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
+        let output = self.buffers.mixer_rows.ptr();
+        let (Some(delta), Some(state)) = (&spec.delta_net, self.state) else {
+            return self.pack_mixer_rows(size);
+        };
         let shared = delta::Layer {
             spec: delta,
             eps: spec.norm_eps,
@@ -277,8 +308,9 @@ impl Forward<'_> {
                 shared.isa.run(Mix { layer: &shared, sequence, key_head, workspace: &mut space.delta });
             }
         });
+        let packed = self.pack_mixer_rows(size)?;
         self.trace.delta_net(started, batch, delta, state.element.bytes());
-        Ok(output)
+        Ok(packed)
     }
 
     fn mlp(&mut self, layer_index: usize, layer: &LayerWeights) -> Result<()> {
@@ -293,10 +325,9 @@ impl Forward<'_> {
             let mut results: [TileResult; 2] = [[[0.0; PANEL]; MAX_TILE]; 2];
             gate.tile(panel, tile, &mut results[0]);
             up.tile(panel, tile, &mut results[1]);
-            let (start, count) = packed.tiling.tile(tile);
             let columns = PANEL.min(size - panel * PANEL);
             let [gate, up] = &mut results;
-            isa.run(SwiGlu { gate, up, start, count, column: panel * PANEL, columns, joined: &joined });
+            isa.run(SwiGlu { gate, up, tile, column: panel * PANEL, columns, joined: &joined });
         });
         self.trace.products("mlp_in", started, [&layer.gate, &layer.up].into_iter(), packed.tiling.rows);
         self.add_product("mlp_out", &layer.down, &joined);
@@ -341,33 +372,44 @@ pub fn store_tile(
     }
 }
 
-struct NormRow<'a> {
+struct Norm<'a> {
     x: &'a [f32],
     weight: &'a [f32],
     eps: f32,
     out: &'a mut [f32],
-    packed: &'a Packed,
-    row: usize,
 }
 
-impl Work for NormRow<'_> {
+impl Work for Norm<'_> {
     /// The sum of squares.
     type Output = f32;
 
     #[inline(always)]
     fn run<A: Arch>(self) -> f32 {
-        let squares = lanes::rms_norm::<A>(self.x, self.weight, self.eps, self.out);
-        // SAFETY: one thread packs a row.
-        unsafe { self.packed.write(self.row, 0, self.out) };
-        squares
+        lanes::rms_norm::<A>(self.x, self.weight, self.eps, self.out)
+    }
+}
+
+/// Packs rows that follow each other into a tile.
+struct PackTile<'a> {
+    packed: &'a Packed,
+    tile: usize,
+    rows: &'a [f32],
+}
+
+impl Work for PackTile<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<A: Arch>(self) {
+        // SAFETY: one thread packs a tile.
+        unsafe { self.packed.write_rows(self.tile, self.rows, self.packed.cols) };
     }
 }
 
 struct SwiGlu<'a> {
     gate: &'a mut TileResult,
     up: &'a TileResult,
-    start: usize,
-    count: usize,
+    tile: usize,
     column: usize,
     columns: usize,
     joined: &'a Packed,
@@ -378,12 +420,13 @@ impl Work for SwiGlu<'_> {
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        for t in 0..self.count {
+        let (_, tokens) = self.joined.tiling.tile(self.tile);
+        for t in 0..tokens {
             for i in 0..PANEL {
                 self.gate[t][i] = lanes::silu::<A>(self.gate[t][i]) * self.up[t][i];
             }
-            // SAFETY: one thread computes a panel's tile and owns these columns of its rows.
-            unsafe { self.joined.write(self.start + t, self.column, &self.gate[t][..self.columns]) };
         }
+        // SAFETY: one thread computes a panel's tile and owns these columns of it.
+        unsafe { self.joined.write(self.tile, self.column, self.columns, |t, i| self.gate[t][i]) };
     }
 }

@@ -23,6 +23,7 @@ mod memory;
 mod model;
 mod output;
 mod pool;
+mod recurrence;
 mod session;
 mod trace;
 

@@ -186,3 +186,17 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         }
     }
 }
+
+#[target_feature(enable = "avx2,fma")]
+pub unsafe fn rounds(rounds: usize) -> f32 {
+    let mut sums = [_mm256_set1_ps(1.0); 12];
+    let factor = _mm256_set1_ps(std::hint::black_box(0.999));
+    let term = _mm256_set1_ps(std::hint::black_box(0.001));
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm256_fmadd_ps(*sum, factor, term);
+        }
+    }
+    let total = sums.iter().fold(_mm256_setzero_ps(), |total, sum| _mm256_add_ps(total, *sum));
+    _mm256_cvtss_f32(total)
+}

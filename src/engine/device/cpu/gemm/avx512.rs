@@ -1,14 +1,12 @@
 //! AVX-512 tiles: two registers of 16 rows, up to twelve tokens, 24 sums.
 //!
 //! Per column and token two fused multiply-adds with one broadcast, in column order. Widening is one conversion (f16), or a
-//! shift and a mask for a pair of bf16 columns.
+//! shift and a mask for a pair of bf16 columns. In bf16 arithmetic a pair of columns is one instruction of two products a lane
+//! (AVX512-BF16).
 
 use std::arch::x86_64::*;
 
 use super::{Element, Tile, TileFn};
-
-/// How far ahead of the column at hand weights are prefetched, bytes: the panel after it is what follows in memory.
-const PREFETCH_BYTES: usize = 2048;
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -59,6 +57,50 @@ fn pick_int4<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
         int4_tile::<Z, B, 10>,
         int4_tile::<Z, B, 11>,
         int4_tile::<Z, B, 12>,
+    ][tokens - 1]
+}
+
+/// Tiles of bf16 arithmetic: pairs of weights times pairs of activations.
+pub fn bf16(tokens: usize) -> TileFn {
+    [
+        bf16_tile::<1>,
+        bf16_tile::<2>,
+        bf16_tile::<3>,
+        bf16_tile::<4>,
+        bf16_tile::<5>,
+        bf16_tile::<6>,
+        bf16_tile::<7>,
+        bf16_tile::<8>,
+        bf16_tile::<9>,
+        bf16_tile::<10>,
+        bf16_tile::<11>,
+        bf16_tile::<12>,
+    ][tokens - 1]
+}
+
+pub fn int4_bf16(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
+    match (zero_points, bf16_scales) {
+        (false, false) => pick_int4_bf16::<false, false>(tokens),
+        (false, true) => pick_int4_bf16::<false, true>(tokens),
+        (true, false) => pick_int4_bf16::<true, false>(tokens),
+        (true, true) => pick_int4_bf16::<true, true>(tokens),
+    }
+}
+
+fn pick_int4_bf16<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
+    [
+        int4_bf16_tile::<Z, B, 1>,
+        int4_bf16_tile::<Z, B, 2>,
+        int4_bf16_tile::<Z, B, 3>,
+        int4_bf16_tile::<Z, B, 4>,
+        int4_bf16_tile::<Z, B, 5>,
+        int4_bf16_tile::<Z, B, 6>,
+        int4_bf16_tile::<Z, B, 7>,
+        int4_bf16_tile::<Z, B, 8>,
+        int4_bf16_tile::<Z, B, 9>,
+        int4_bf16_tile::<Z, B, 10>,
+        int4_bf16_tile::<Z, B, 11>,
+        int4_bf16_tile::<Z, B, 12>,
     ][tokens - 1]
 }
 
@@ -126,12 +168,13 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
     // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
     unsafe {
         let mut sums = load_sums::<T>(tile);
-        let (mut w0, mut w1, mut x) = (tile.w0, tile.w1, tile.x);
+        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
         if E == 3 {
             let odd = _mm512_set1_epi32(0xffff_0000_u32 as i32);
             for _ in 0..tile.cols.div_ceil(2) {
-                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
-                _mm_prefetch::<_MM_HINT_T0>(w1.wrapping_add(PREFETCH_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                ahead = ahead.wrapping_add(tile.stride);
                 let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
                 let even_low = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(low));
                 let even_high = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(high));
@@ -145,7 +188,8 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
             }
         } else {
             for _ in 0..tile.cols {
-                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                ahead = ahead.wrapping_add(tile.stride);
                 add_column::<T>(&mut sums, load::<E>(w0), load::<E>(w1), x);
                 w0 = w0.add(tile.stride);
                 w1 = w1.add(tile.stride);
@@ -174,7 +218,7 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                 *total = tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned();
             }
         }
-        let (mut w0, mut w1, mut x) = (tile.w0, tile.w1, tile.x);
+        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
         for g in 0..tile.cols / tile.group {
             let (mut zero_low, mut zero_high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
             if Z {
@@ -184,8 +228,9 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
             }
             let mut part = [[_mm512_setzero_ps(); 2]; T];
             for _ in 0..tile.group / 8 {
-                _mm_prefetch::<_MM_HINT_T0>(w0.wrapping_add(PREFETCH_BYTES).cast());
-                _mm_prefetch::<_MM_HINT_T0>(w1.wrapping_add(PREFETCH_BYTES).cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                ahead = ahead.wrapping_add(tile.stride);
                 let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
                 let mut column = |low: __m512i, high: __m512i, x: *const f32| {
                     let mut low = _mm512_permutexvar_ps(low, table);
@@ -225,4 +270,140 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
             tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total);
         }
     }
+}
+
+/// 512 bits taken as 32 bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn as_bf16(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 512 bits without invalid values.
+    unsafe { std::mem::transmute(bits) }
+}
+
+/// One pair of columns: two multiply-adds a lane and token.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn add_pair<const T: usize>(sums: &mut Sums<T>, low: __m512i, high: __m512i, x: *const f32) {
+    let (low, high) = (as_bf16(low), as_bf16(high));
+    for (t, sum) in sums.iter_mut().enumerate() {
+        // SAFETY: T pairs of activations are readable at `x`, by the contract of `TileFn`.
+        let x = as_bf16(_mm512_set1_epi32(unsafe { *x.cast::<i32>().add(t) }));
+        sum[0] = _mm512_dpbf16_ps(sum[0], low, x);
+        sum[1] = _mm512_dpbf16_ps(sum[1], high, x);
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn bf16_tile<const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
+    unsafe {
+        let mut sums = load_sums::<T>(tile);
+        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
+        for _ in 0..tile.cols.div_ceil(2) {
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+            ahead = ahead.wrapping_add(tile.stride);
+            add_pair::<T>(&mut sums, _mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()), x);
+            w0 = w0.add(tile.stride);
+            w1 = w1.add(tile.stride);
+            x = x.add(T);
+        }
+        store_sums(tile, &sums);
+    }
+}
+
+/// As [`int4_tile`], in pairs: q - zero + 16 is a number of five bits, which a table of 32 bf16 turns into q - zero.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn int4_bf16_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
+    unsafe {
+        let mut entries = [0u16; 32];
+        for (i, entry) in entries.iter_mut().enumerate() {
+            *entry = half::bf16::from_f32(i as f32 - 16.0).to_bits();
+        }
+        let table = _mm512_loadu_si512(entries.as_ptr().cast());
+        let nibble = _mm512_set1_epi16(15);
+        let mut total = [[0f32; 32]; T];
+        if tile.accumulate {
+            for (t, total) in total.iter_mut().enumerate() {
+                *total = tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned();
+            }
+        }
+        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
+        for g in 0..tile.cols / tile.group {
+            // 16 - zero in both halves of each lane.
+            let (mut add_low, mut add_high) = (_mm512_set1_epi16(8), _mm512_set1_epi16(8));
+            if Z {
+                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(tile.zeros.add(16 * g).cast()));
+                let twice = |zeros: __m512i| _mm512_or_si512(zeros, _mm512_slli_epi32::<16>(zeros));
+                let sixteen = _mm512_set1_epi16(16);
+                let low = _mm512_and_si512(pairs, _mm512_set1_epi32(15));
+                add_low = _mm512_sub_epi16(sixteen, twice(low));
+                add_high = _mm512_sub_epi16(sixteen, twice(_mm512_srli_epi32::<4>(pairs)));
+            }
+            let mut part = [[_mm512_setzero_ps(); 2]; T];
+            for _ in 0..tile.group / 8 {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                ahead = ahead.wrapping_add(tile.stride);
+                let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
+                let mut pair = |low: __m512i, high: __m512i, x: *const f32| {
+                    let low = _mm512_add_epi16(_mm512_and_si512(low, nibble), add_low);
+                    let high = _mm512_add_epi16(_mm512_and_si512(high, nibble), add_high);
+                    let low = _mm512_permutexvar_epi16(low, table);
+                    let high = _mm512_permutexvar_epi16(high, table);
+                    add_pair::<T>(&mut part, low, high, x);
+                };
+                pair(low, high, x);
+                pair(_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high), x.add(T));
+                pair(_mm512_srli_epi32::<8>(low), _mm512_srli_epi32::<8>(high), x.add(2 * T));
+                pair(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(3 * T));
+                w0 = w0.add(tile.stride);
+                w1 = w1.add(tile.stride);
+                x = x.add(4 * T);
+            }
+            let scales = tile.scales.add(64 * g);
+            let (scale_low, scale_high) = if B {
+                (load::<2>(scales), load::<2>(scales.add(32)))
+            } else {
+                (load::<1>(scales), load::<1>(scales.add(32)))
+            };
+            for (total, part) in total.iter_mut().zip(&part) {
+                let at = total.as_mut_ptr();
+                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_low, part[0], _mm512_loadu_ps(at)));
+                let at = at.add(16);
+                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_high, part[1], _mm512_loadu_ps(at)));
+            }
+        }
+        for (t, total) in total.iter().enumerate() {
+            tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total);
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+pub unsafe fn rounds(rounds: usize) -> f32 {
+    let mut sums = [_mm512_set1_ps(1.0); 24];
+    let factor = _mm512_set1_ps(std::hint::black_box(0.999));
+    let term = _mm512_set1_ps(std::hint::black_box(0.001));
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm512_fmadd_ps(*sum, factor, term);
+        }
+    }
+    sums.iter().map(|sum| _mm512_reduce_add_ps(*sum)).sum()
+}
+
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub unsafe fn bf16_rounds(rounds: usize) -> f32 {
+    let mut sums = [_mm512_set1_ps(1.0); 24];
+    let bits = _mm512_set1_epi32(std::hint::black_box(0x3a00_3a00));
+    // SAFETY: both are 512 bits without invalid values.
+    let factor: __m512bh = unsafe { std::mem::transmute(bits) };
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, factor, factor);
+        }
+    }
+    sums.iter().map(|sum| _mm512_reduce_add_ps(*sum)).sum()
 }

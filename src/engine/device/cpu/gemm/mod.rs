@@ -13,6 +13,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+#[cfg(test)]
+mod tests;
 
 use super::isa::Isa;
 use super::matrix::{Matrix, PANEL, Packing};
@@ -60,6 +62,35 @@ pub struct Tile {
     pub scales: *const u8,
     pub zeros: *const u8,
     pub group: usize,
+    /// What to prefetch, a stride further with every column: weights that a later column or tile needs.
+    pub ahead: *const u8,
+}
+
+/// How far ahead of the column at hand weights are prefetched, bytes.
+const PREFETCH_BYTES: usize = 2048;
+
+impl Tile {
+    /// A dense tile in f32 arithmetic.
+    pub fn dense(w0: *const u8, w1: *const u8, stride: usize, cols: usize, x: *const f32) -> Self {
+        Self {
+            w0,
+            w1,
+            stride,
+            cols,
+            x,
+            out: std::ptr::null_mut(),
+            out_stride: 0,
+            accumulate: false,
+            scales: std::ptr::null(),
+            zeros: std::ptr::null(),
+            group: 0,
+            ahead: w0.wrapping_add(PREFETCH_BYTES),
+        }
+    }
+
+    pub fn into(self, out: *mut f32, out_stride: usize, accumulate: bool) -> Self {
+        Self { out, out_stride, accumulate, ..self }
+    }
 }
 
 /// # Safety
@@ -86,6 +117,31 @@ fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::int4(zero_points, bf16_scales, tokens),
         _ => portable::int4(zero_points, bf16_scales, tokens),
+    }
+}
+
+/// FLOPs of one round of [`multiply_add_rounds`].
+pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
+    let products = if math == CpuMath::Bf16 { 2 } else { 1 };
+    match isa {
+        Isa::Avx512 => 2 * 16 * 24 * products,
+        Isa::Avx2 => 2 * 8 * 12,
+        Isa::Portable => 2 * 16 * 8,
+    }
+}
+
+/// Rounds of independent multiply-adds in registers: what the multipliers can do at most.
+pub fn multiply_add_rounds(isa: Isa, math: CpuMath, rounds: usize) -> f32 {
+    match isa {
+        // SAFETY: a value of this variant comes from `detect`; bf16 arithmetic was checked when it was chosen.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe {
+            if math == CpuMath::Bf16 { avx512::bf16_rounds(rounds) } else { avx512::rounds(rounds) }
+        },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { avx2::rounds(rounds) },
+        _ => portable::rounds(rounds),
     }
 }
 
@@ -119,18 +175,6 @@ impl Tiling {
         let start = tile * self.small + tile.min(self.larger);
         (start, self.small + usize::from(tile < self.larger))
     }
-
-    /// (tile, row within it).
-    #[inline(always)]
-    pub fn locate(&self, row: usize) -> (usize, usize) {
-        let in_larger = self.larger * (self.small + 1);
-        if row < in_larger {
-            (row / (self.small + 1), row % (self.small + 1))
-        } else {
-            let rest = row - in_larger;
-            (self.larger + rest / self.small, rest % self.small)
-        }
-    }
 }
 
 /// The input of a product, tile by tile and column by column, as the tiles read it.
@@ -156,9 +200,9 @@ impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
     pub fn shape(&mut self, isa: Isa, math: CpuMath, rows: usize, cols: usize) -> Result<Packed> {
         let padded = cols.next_multiple_of(2);
-        self.values.reserve(rows * padded)?;
-        if math == CpuMath::Bf16 {
-            self.pairs.reserve(rows * padded / 2)?;
+        match math {
+            CpuMath::F32 => self.values.reserve(rows * padded)?,
+            CpuMath::Bf16 => self.pairs.reserve(rows * padded / 2)?,
         }
         Ok(Packed {
             tiling: Tiling::new(rows, max_tile(isa)),
@@ -172,50 +216,81 @@ impl Activations {
 }
 
 impl Packed {
-    /// Stores `values` as columns `col..` of `row`.
+    /// Stores columns `first..first + columns` of all rows of a tile; `value(t, i)` gives row t, column first + i.
+    ///
+    /// A tile's columns are written in the order they lie in memory, by one thread, so that threads never share a line.
     ///
     /// # Safety
-    /// No other thread writes these elements (for bf16 arithmetic: these pairs of columns, so `col` and the length are
-    /// even, or the end is the last column).
+    /// No other thread writes these columns of this tile. In bf16 arithmetic columns lie in pairs, so `first` is even and
+    /// `columns` is even or ends at the last column.
     #[inline(always)]
-    pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
-        debug_assert!(col + values.len() <= self.cols);
-        let (tile, t) = self.tiling.locate(row);
+    pub unsafe fn write(
+        &self,
+        tile: usize,
+        first: usize,
+        columns: usize,
+        value: impl Fn(usize, usize) -> f32,
+    ) {
+        debug_assert!(first + columns <= self.cols);
         let (start, tokens) = self.tiling.tile(tile);
         if self.math == CpuMath::Bf16 {
             // SAFETY: inside `rows * padded / 2` pairs; disjointness is the caller's promise.
-            let mut at = unsafe { self.pairs.get().add(start * self.padded / 2 + col / 2 * tokens + t) };
-            for pair in values.chunks(2) {
-                let low = half::bf16::from_f32(pair[0]).to_bits();
-                let high = pair.get(1).map_or(0, |&value| half::bf16::from_f32(value).to_bits());
-                // SAFETY: as above.
-                unsafe {
-                    at.write(u32::from(low) | u32::from(high) << 16);
-                    at = at.add(tokens);
+            let out = unsafe {
+                self.pairs.part(start * self.padded / 2 + first / 2 * tokens, columns.div_ceil(2) * tokens)
+            };
+            for (pair, out) in out.chunks_exact_mut(tokens).enumerate() {
+                let odd = 2 * pair + 1 < columns;
+                for (t, out) in out.iter_mut().enumerate() {
+                    let high = if odd { round_to_bf16(value(t, 2 * pair + 1)) } else { 0 };
+                    *out = round_to_bf16(value(t, 2 * pair)) >> 16 | high & 0xffff_0000;
                 }
             }
+            return;
         }
+        let padding = if first + columns == self.cols { self.padded - self.cols } else { 0 };
         // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
-        let mut at = unsafe { self.values.get().add(start * self.padded + col * tokens + t) };
-        for &value in values {
-            // SAFETY: as above.
-            unsafe {
-                at.write(value);
-                at = at.add(tokens);
+        let out =
+            unsafe { self.values.part(start * self.padded + first * tokens, (columns + padding) * tokens) };
+        for (i, out) in out.chunks_exact_mut(tokens).enumerate() {
+            for (t, out) in out.iter_mut().enumerate() {
+                *out = if i < columns { value(t, i) } else { 0.0 };
             }
         }
-        if col + values.len() == self.cols && self.padded > self.cols {
-            // SAFETY: the padding column of this row.
-            unsafe { at.write(0.0) };
+    }
+
+    /// Stores all rows of a tile from rows `stride` apart.
+    ///
+    /// # Safety
+    /// No other thread writes this tile.
+    #[inline(always)]
+    pub unsafe fn write_rows(&self, tile: usize, rows: &[f32], stride: usize) {
+        let (_, tokens) = self.tiling.tile(tile);
+        let mut parts: [&[f32]; MAX_TILE] = [&[]; MAX_TILE];
+        for (t, part) in parts.iter_mut().enumerate().take(tokens) {
+            *part = &rows[t * stride..t * stride + self.cols];
         }
+        // SAFETY: promised by the caller; a whole tile ends at the last column.
+        unsafe { self.write(tile, 0, self.cols, |t, i| parts[t][i]) };
     }
 
     #[inline(always)]
     fn tile_values(&self, tile: usize) -> *const f32 {
         let (start, _) = self.tiling.tile(tile);
-        // SAFETY: inside the values, which hold rows * padded.
-        unsafe { self.values.get().add(start * self.padded) }
+        // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many.
+        unsafe {
+            match self.math {
+                CpuMath::F32 => self.values.get().add(start * self.padded),
+                CpuMath::Bf16 => self.pairs.get().add(start * self.padded / 2).cast(),
+            }
+        }
     }
+}
+
+/// The bits of `value` rounded to the nearest even bf16 in the upper half; the lower half is left over.
+#[inline(always)]
+fn round_to_bf16(value: f32) -> u32 {
+    let bits = value.to_bits();
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1))
 }
 
 /// A matrix made ready to be multiplied by a tiling: tile functions chosen once.
@@ -229,10 +304,17 @@ pub struct Product<'a> {
 impl<'a> Product<'a> {
     pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed) -> Self {
         debug_assert_eq!(matrix.cols, packed.cols);
+        let bf16 = packed.math == CpuMath::Bf16;
         let choose = |tokens: usize| match matrix.packing {
             Packing::F32 => dense(isa, Element::F32, tokens),
             Packing::F16 => dense(isa, Element::F16, tokens),
+            #[cfg(target_arch = "x86_64")]
+            Packing::Bf16 if bf16 => avx512::bf16(tokens),
             Packing::Bf16 => dense(isa, Element::Bf16Pairs, tokens),
+            #[cfg(target_arch = "x86_64")]
+            Packing::Int4 { zero_points, bf16_scales, .. } if bf16 => {
+                avx512::int4_bf16(zero_points, bf16_scales, tokens)
+            }
             Packing::Int4 { zero_points, bf16_scales, .. } => int4(isa, zero_points, bf16_scales, tokens),
         };
         let small = packed.tiling.small;
@@ -250,6 +332,16 @@ impl<'a> Product<'a> {
             Packing::Int4 { group, .. } => (64, group),
         };
         let run = if tile < self.packed.tiling.larger { self.larger } else { self.small };
+        // One tile prefetches its own columns; of several, the last one prefetches the next panel into the L2 while it
+        // works from it.
+        let tiles = self.packed.tiling.tiles;
+        let ahead = match tiles {
+            1 => weights.wrapping_add(PREFETCH_BYTES),
+            _ if tile + 1 == tiles => {
+                weights.wrapping_add(self.matrix.packing.panel_bytes(self.matrix.cols).0)
+            }
+            _ => weights,
+        };
         // SAFETY: the panel and the packed tile hold `cols` columns (padded to pairs where the packing has pairs),
         // `out` has MAX_TILE rows of 32, and the functions were chosen for this CPU.
         unsafe {
@@ -265,6 +357,7 @@ impl<'a> Product<'a> {
                 scales,
                 zeros,
                 group,
+                ahead,
             });
         }
     }

@@ -155,3 +155,17 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         store_sums(tile, &total);
     }
 }
+
+pub fn rounds(rounds: usize) -> f32 {
+    let mut sums = [[1f32; HALF]; 8];
+    let factor = std::hint::black_box(0.999);
+    let term = std::hint::black_box(0.001);
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            for lane in sum {
+                *lane = fma::<Plain>(*lane, factor, term);
+            }
+        }
+    }
+    sums.iter().flatten().sum()
+}

@@ -1,0 +1,222 @@
+//! Every tile function against a scalar chain of multiply-adds, bit for bit where multiply-adds are fused.
+
+use half::{bf16, f16};
+
+use super::*;
+use crate::engine::config::CpuMath;
+use crate::engine::model::layout::WeightFormat;
+use crate::engine::model::weights::MatrixData;
+
+use super::super::matrix::Arena;
+
+fn noise(seed: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 31 + seed * 977) as f32 * 0.737).sin()).collect()
+}
+
+/// A matrix of 16-bit or 32-bit weights, and its values.
+fn dense_matrix(format: WeightFormat, rows: usize, cols: usize, math: CpuMath) -> (Matrix, Vec<f32>) {
+    let values = noise(1, rows * cols);
+    let bytes: Vec<u8> = values
+        .iter()
+        .flat_map(|&value| match format {
+            WeightFormat::F32 => value.to_le_bytes().to_vec(),
+            WeightFormat::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+            _ => bf16::from_f32(value).to_le_bytes().to_vec(),
+        })
+        .collect();
+    (pack(&MatrixData::Dense { format, bytes: &bytes }, rows, cols, math), values)
+}
+
+fn pack(data: &MatrixData<'_>, rows: usize, cols: usize, math: CpuMath) -> Matrix {
+    let mut arena = Arena::new(Packing::of(data, math).bytes(rows, cols)).unwrap();
+    Matrix::pack(&mut arena, &mut Pool::new(1), "test", (rows, cols), data, math).unwrap()
+}
+
+/// Symmetric and asymmetric groups of 4-bit weights with scales of both kinds.
+fn int4_matrix(rows: usize, cols: usize, group: usize, zeros: bool, bf16_scales: bool) -> Matrix {
+    let packed: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 89 + i / 7) as u8).collect();
+    let scales: Vec<u8> = noise(3, rows * cols / group)
+        .iter()
+        .flat_map(|s| {
+            let s = 0.01 + s.abs() * 0.02;
+            if bf16_scales { bf16::from_f32(s).to_le_bytes() } else { f16::from_f32(s).to_le_bytes() }
+        })
+        .collect();
+    let zero_points: Vec<u8> =
+        (0..rows.div_ceil(8) * 4 * (cols / group)).map(|i| (i * 57 + 3) as u8).collect();
+    let data = MatrixData::CompressedTensors {
+        group,
+        packed: &packed,
+        scales: &scales,
+        scale_format: if bf16_scales { WeightFormat::Bf16 } else { WeightFormat::F16 },
+        zero_points: zeros.then_some(&zero_points),
+    };
+    pack(&data, rows, cols, CpuMath::F32)
+}
+
+/// Products of `tokens` rows with all of a matrix, in one tile at a time.
+fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: CpuMath) -> Vec<Vec<f32>> {
+    let mut activations = Activations::default();
+    let packed = activations.shape(isa, math, tokens, matrix.cols).unwrap();
+    for tile in 0..packed.tiling.tiles {
+        let (start, _) = packed.tiling.tile(tile);
+        // SAFETY: one thread.
+        unsafe { packed.write_rows(tile, &x[start * matrix.cols..], matrix.cols) };
+    }
+    let product = Product::new(isa, matrix, packed);
+    let mut all = vec![vec![0f32; matrix.rows]; tokens];
+    for panel in 0..matrix.panels() {
+        for tile in 0..packed.tiling.tiles {
+            let mut out = [[0f32; PANEL]; MAX_TILE];
+            product.tile(panel, tile, &mut out);
+            let (start, count) = packed.tiling.tile(tile);
+            for t in 0..count {
+                for lane in 0..PANEL.min(matrix.rows - panel * PANEL) {
+                    all[start + t][panel * PANEL + lane] = out[t][lane];
+                }
+            }
+        }
+    }
+    all
+}
+
+fn fused(isa: Isa) -> bool {
+    isa != Isa::Portable || cfg!(target_arch = "aarch64")
+}
+
+fn assert_equal(what: &str, isa: Isa, found: f32, right: f32) {
+    if fused(isa) {
+        assert_eq!(found.to_bits(), right.to_bits(), "{what}: {found} instead of {right}");
+    } else {
+        assert!((found - right).abs() < 1e-4 * (1.0 + right.abs()), "{what}: {found} instead of {right}");
+    }
+}
+
+#[test]
+fn dense_tiles_are_chains_of_multiply_adds() {
+    for format in [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16] {
+        for (rows, cols) in [(1, 1), (32, 16), (45, 7), (70, 50), (96, 129)] {
+            let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
+            let mut weights = vec![0f32; cols];
+            let x = noise(2, 30 * cols);
+            for isa in Isa::available() {
+                for tokens in (1..=13).chain([16, 25, 30]) {
+                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::F32);
+                    for row in 0..rows {
+                        matrix.read_row(row, &mut weights);
+                        for t in 0..tokens {
+                            let pairs = weights.iter().zip(&x[t * cols..]);
+                            let right = pairs.fold(0f32, |sum, (w, x)| w.mul_add(*x, sum));
+                            let what = format!("{format:?} {isa:?} [{rows}, {cols}] {tokens}: {t} {row}");
+                            assert_equal(&what, isa, found[t][row], right);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn int4_tiles_are_chains_within_groups() {
+    for (rows, cols, group) in [(8, 8, 8), (40, 96, 32), (72, 256, 128)] {
+        for (zeros, bf16_scales) in [(false, false), (false, true), (true, false), (true, true)] {
+            let matrix = int4_matrix(rows, cols, group, zeros, bf16_scales);
+            let x = noise(5, 14 * cols);
+            let mut weights = vec![0f32; cols];
+            for isa in Isa::available() {
+                for tokens in [1, 2, 3, 4, 5, 6, 7, 12, 14] {
+                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::F32);
+                    for row in 0..rows {
+                        matrix.read_row(row, &mut weights);
+                        for t in 0..tokens {
+                            // By what the weights are; the chain itself is pinned by equality between sets below.
+                            let pairs = weights.iter().zip(&x[t * cols..]);
+                            let right: f64 = pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                            let error = (f64::from(found[t][row]) - right).abs();
+                            assert!(
+                                error < 1e-4,
+                                "{isa:?} [{rows}, {cols}] {tokens}: {t} {row}, off by {error}"
+                            );
+                        }
+                    }
+                    let alone = multiply(isa, &matrix, &x, 1, CpuMath::F32);
+                    assert_eq!(found[0], alone[0], "{isa:?}: one token alone and among {tokens}");
+                    if fused(isa) {
+                        let best = multiply(Isa::detect(), &matrix, &x, tokens, CpuMath::F32);
+                        assert_eq!(found, best, "{isa:?} and {:?}", Isa::detect());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_tiles_are_products_of_rounded_operands() {
+    if !super::super::isa::has_bf16() {
+        eprintln!("SKIPPED: this CPU has no bf16 products");
+        return;
+    }
+    let isa = Isa::detect();
+    let round = |value: f32| f64::from(bf16::from_f32(value).to_f32());
+    for (rows, cols) in [(33, 31), (64, 96)] {
+        let (dense, _) = dense_matrix(WeightFormat::F16, rows, cols, CpuMath::Bf16);
+        let mut matrices = vec![dense];
+        if cols % 32 == 0 {
+            matrices.push(int4_matrix(rows, cols, 32, true, false));
+            matrices.push(int4_matrix(rows, cols, 32, false, true));
+        }
+        let x = noise(7, 26 * cols);
+        let mut weights = vec![0f32; cols];
+        for matrix in &matrices {
+            for tokens in [1, 2, 5, 12, 13, 26] {
+                let found = multiply(isa, matrix, &x, tokens, CpuMath::Bf16);
+                for row in 0..rows {
+                    matrix.read_row(row, &mut weights);
+                    for t in 0..tokens {
+                        let pairs = weights.iter().zip(&x[t * cols..]);
+                        let right: f64 = pairs.map(|(w, x)| f64::from(*w) * round(*x)).sum();
+                        let error = (f64::from(found[t][row]) - right).abs();
+                        assert!(error < 1e-4, "{:?} {tokens}: {t} {row}, off by {error}", matrix.packing);
+                    }
+                }
+                let alone = multiply(isa, matrix, &x, 1, CpuMath::Bf16);
+                assert_eq!(found[0], alone[0], "one token alone and among {tokens}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tilings_cover_every_row_once() {
+    for rows in 1..60 {
+        for max in [4, 6, 12] {
+            let tiling = Tiling::new(rows, max);
+            let mut next = 0;
+            for tile in 0..tiling.tiles {
+                let (start, count) = tiling.tile(tile);
+                assert_eq!(start, next);
+                assert!((1..=max).contains(&count), "{rows} rows: {count} in tile {tile}");
+                next += count;
+            }
+            assert_eq!(next, rows);
+        }
+    }
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused_by_name() {
+    let mut values = noise(1, 40 * 8);
+    values[35 * 8 + 2] = f32::NAN;
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let data = MatrixData::Dense { format: WeightFormat::F32, bytes: &bytes };
+    let mut arena = Arena::new(Packing::F32.bytes(40, 8)).unwrap();
+    let pool = &mut Pool::new(2);
+    let error = Matrix::pack(&mut arena, pool, "layers.3.mlp.up_proj", (40, 8), &data, CpuMath::F32);
+    let error = error.unwrap_err();
+    assert!(error.to_string().contains("layers.3.mlp.up_proj: row 35"), "{error}");
+    let short = MatrixData::Dense { format: WeightFormat::F16, bytes: &bytes };
+    let error = Matrix::pack(&mut arena, pool, "lm_head", (40, 8), &short, CpuMath::F32).unwrap_err();
+    assert!(error.to_string().contains("1280 bytes"), "{error}");
+}
