@@ -6,14 +6,6 @@ use super::isa::{Arch, LANES, fma};
 
 pub type Lanes = [f32; LANES];
 
-/// The first 16 values of a slice.
-#[inline(always)]
-pub fn load(values: &[f32]) -> Lanes {
-    let mut lanes = [0.0; LANES];
-    lanes.copy_from_slice(&values[..LANES]);
-    lanes
-}
-
 /// Adds the lanes pairwise: (0 + 8), (0 + 4), (0 + 2), (0 + 1).
 #[inline(always)]
 pub fn add_up(mut lanes: Lanes) -> f32 {
