@@ -7,9 +7,9 @@ use super::output;
 use super::progress::Bar;
 use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
-use crate::experiment::claims::{self, Outcome};
+use crate::experiment::claims::{self, Outcome, Verdict};
 use crate::experiment::device;
-use crate::experiment::folder::ResultsFolder;
+use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::interrupt;
 use crate::experiment::plan::{self, Plan, PlanOptions};
 use crate::experiment::prepare::{Prepared, prepare};
@@ -75,7 +75,7 @@ pub fn execute(request: &Request) -> Result<()> {
         None => {
             let root = flags.out.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_ROOT));
             let folder = ResultsFolder::create(&root, &plan.experiment, &rig.id, &record.plan_hash)?;
-            folder.replace("run.json", &record.json()?)?;
+            folder.replace(RUN_FILE, &record.json()?)?;
             folder
         }
     };
@@ -83,7 +83,7 @@ pub fn execute(request: &Request) -> Result<()> {
         "finished arms are kept; continue with {}",
         resume_command(&record, folder.path())
     ));
-    folder.replace("run.json", &record.json()?)?;
+    folder.replace(RUN_FILE, &record.json()?)?;
 
     let mut bar = Bar::new();
     let outcome = {
@@ -105,35 +105,16 @@ pub fn execute(request: &Request) -> Result<()> {
         Err(Error::Interrupted { .. }) => Status::Interrupted,
         Err(_) => Status::Failed,
     };
-    let saved = record.json().and_then(|json| folder.replace("run.json", &json));
+    let saved = record.json().and_then(|json| folder.replace(RUN_FILE, &json));
     outcome?;
     saved?;
     finish(&folder, record, flags)
 }
 
-/// Claims, reports, and the table on stdout.
-fn finish(folder: &ResultsFolder, mut record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
-    let mut results = RunResults::read(folder.path())?;
-    record.claims = claims::check(&results);
-    folder.replace("run.json", &record.json()?)?;
-    results.record = record;
-    for (name, text) in export::report_files(&results)? {
-        folder.replace(name, text.as_bytes())?;
-    }
-    output::data(&match flags.format {
-        Format::Table | Format::Md => export::text(&results, flags.format)?,
-        Format::Csv => std::fs::read_to_string(folder.file("summary.csv"))
-            .map_err(|error| Error::read(&folder.file("summary.csv"), &error))?,
-        Format::Json => json::array(&results.summaries)?,
-    })?;
-    output::note(&format!("results: {}", folder.path().display()));
-    let broken: Vec<&str> = results
-        .record
-        .claims
-        .iter()
-        .filter(|verdict| verdict.outcome == Outcome::DoesNotHold)
-        .map(|verdict| verdict.text.as_str())
-        .collect();
+fn finish(folder: &ResultsFolder, record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
+    let verdicts = report(folder, record, flags.format)?;
+    let broken = verdicts.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
+    let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
     if flags.check && !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
@@ -141,6 +122,26 @@ fn finish(folder: &ResultsFolder, mut record: RunRecord, flags: &RunOutputFlags)
         ));
     }
     Ok(())
+}
+
+/// Checks the claims, writes run.json and the report files, and prints the table.
+pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> Result<Vec<Verdict>> {
+    folder.replace(RUN_FILE, &record.json()?)?;
+    let mut results = RunResults::read(folder.path())?;
+    record.claims = claims::check(&results);
+    folder.replace(RUN_FILE, &record.json()?)?;
+    results.record = record;
+    for (name, text) in export::report_files(&results)? {
+        folder.replace(name, text.as_bytes())?;
+    }
+    output::data(&match format {
+        Format::Table | Format::Md => export::text(&results, format)?,
+        Format::Csv => std::fs::read_to_string(folder.file("summary.csv"))
+            .map_err(|error| Error::read(&folder.file("summary.csv"), &error))?,
+        Format::Json => json::array(&results.summaries)?,
+    })?;
+    output::note(&format!("results: {}", folder.path().display()));
+    Ok(results.record.claims)
 }
 
 fn new_record(

@@ -1,15 +1,18 @@
 //! The command line: what is typed. Each command has a file, with its flags and a `run` that resolves and does them.
 
 pub mod diff;
+pub mod doctor;
 pub mod execute;
 pub mod explain;
 pub mod flags;
 pub mod generate;
 pub mod list;
 pub mod logits;
+pub mod merge;
 pub mod model;
 pub mod output;
 pub mod progress;
+pub mod report;
 pub mod reproduce;
 pub mod run;
 pub mod session;
@@ -50,6 +53,12 @@ enum Command {
     Logits(logits::LogitsFlags),
     /// Look at a model, fetch one, write a synthetic one, measure perplexity
     Model(model::ModelFlags),
+    /// What this machine has: CPU, memory, GPU, libraries, measured ceilings
+    Doctor(doctor::DoctorFlags),
+    /// Join the results of sharded runs
+    Merge(merge::MergeFlags),
+    /// Make report.md and report.html of results folders anew
+    Report(report::ReportFlags),
 }
 
 /// # Errors
@@ -67,5 +76,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Generate(flags) => flags.run(),
         Command::Logits(flags) => flags.run(),
         Command::Model(flags) => flags.run(),
+        Command::Doctor(flags) => flags.run(),
+        Command::Merge(flags) => flags.run(),
+        Command::Report(flags) => flags.run(),
     }
 }

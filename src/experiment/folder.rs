@@ -75,21 +75,10 @@ impl ResultsFolder {
     /// Opens a folder to continue in, and cuts off what a kill left half written.
     pub fn reopen(path: &Path) -> Result<Self> {
         let mut folder = Self { path: path.to_path_buf(), finished: Vec::new(), lengths: BTreeMap::new() };
-        let journal_path = folder.file(JOURNAL);
-        let journal = match std::fs::read_to_string(&journal_path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(Error::read(&journal_path, &error)),
-        };
-        let mut valid_bytes = 0;
-        for line in journal.split_inclusive('\n') {
-            let Ok(entry) = serde_json::from_str::<JournalLine>(line) else { break };
-            if !line.ends_with('\n') {
-                break;
-            }
-            valid_bytes += line.len() as u64;
-            folder.finished.push(entry.cell);
-            folder.lengths.extend(entry.lengths);
+        let (lines, valid_bytes) = read_journal(path)?;
+        for line in lines {
+            folder.finished.push(line.cell);
+            folder.lengths.extend(line.lengths);
         }
         folder.cut(JOURNAL, valid_bytes)?;
         let entries = std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?;
@@ -100,6 +89,11 @@ impl ResultsFolder {
             }
         }
         Ok(folder)
+    }
+
+    /// Cells that are finished in a folder, without touching it.
+    pub fn finished_in(path: &Path) -> Result<Vec<Cell>> {
+        Ok(read_journal(path)?.0.into_iter().map(|line| line.cell).collect())
     }
 
     /// Shortens a file to `length`. A file shorter than that lost finished rows.
@@ -156,8 +150,13 @@ impl ResultsFolder {
 
     /// Writes a whole file under a temporary name, then renames it into place.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let path = self.file(name);
-        let temporary = self.file(&format!(".{name}.new"));
+        Self::write_whole(&self.path, name, bytes)
+    }
+
+    /// The same for a folder that is not being run in.
+    pub fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = folder.join(name);
+        let temporary = folder.join(format!(".{name}.new"));
         let written = File::create(&temporary).and_then(|mut file| {
             file.write_all(bytes)?;
             file.sync_data()
@@ -167,6 +166,25 @@ impl ResultsFolder {
             unwritable(&path, &error)
         })
     }
+}
+
+/// Whole lines of the journal, and how many bytes they are. A line cut short by a kill ends it.
+fn read_journal(folder: &Path) -> Result<(Vec<JournalLine>, u64)> {
+    let path = folder.join(JOURNAL);
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(Error::read(&path, &error)),
+    };
+    let (mut lines, mut bytes) = (Vec::new(), 0);
+    for line in text.split_inclusive('\n') {
+        match serde_json::from_str(line) {
+            Ok(entry) if line.ends_with('\n') => lines.push(entry),
+            _ => break,
+        }
+        bytes += line.len() as u64;
+    }
+    Ok((lines, bytes))
 }
 
 fn append_text(path: &Path, text: &str) -> Result<()> {

@@ -1,0 +1,140 @@
+//! `inferwall doctor`: what this machine has, and how fast it is.
+
+use clap::Args;
+use serde_json::{Map, Value, json};
+
+use super::flags::Format;
+use super::output;
+use crate::Result;
+use crate::engine::account::Ceilings;
+use crate::engine::device::cpu::CpuDevice;
+use crate::engine::device::{Device, cuda};
+use crate::experiment::record::build_id;
+use crate::report::numbers::{bytes, number};
+use crate::report::table;
+
+#[derive(Debug, Args)]
+pub struct DoctorFlags {
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+
+    /// Look, but measure nothing
+    #[arg(long)]
+    no_measure: bool,
+}
+
+/// One line of the answer: (about what, what, value).
+type Line = (String, String, String);
+
+/// Libraries that the CUDA device opens, with the names they go by.
+const LIBRARIES: [(&str, &[&str]); 2] = [
+    ("cuBLASLt", &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"]),
+    ("CUPTI", &["libcupti.so.13", "libcupti.so.12", "libcupti.so"]),
+];
+
+impl DoctorFlags {
+    pub fn run(self) -> Result<()> {
+        let mut lines: Vec<Line> = vec![line("inferwall", "build", build_id())];
+        self.cpu(&mut lines);
+        self.cuda(&mut lines);
+        match self.format {
+            Format::Json => {
+                let mut parts: Map<String, Value> = Map::new();
+                for (part, key, value) in lines {
+                    let entry = parts.entry(part).or_insert_with(|| json!({}));
+                    if let Some(object) = entry.as_object_mut() {
+                        object.insert(key, Value::String(value));
+                    }
+                }
+                output::data(&(serde_json::to_string_pretty(&parts).unwrap_or_default() + "\n"))
+            }
+            format => {
+                let rows: Vec<Vec<String>> =
+                    lines.into_iter().map(|(part, key, value)| vec![part, key, value]).collect();
+                output::data(&table::render(format, &["part", "what", "found"], &rows, &[])?)
+            }
+        }
+    }
+
+    fn cpu(&self, lines: &mut Vec<Line>) {
+        let mut device = match CpuDevice::new(None) {
+            Ok(device) => device,
+            Err(error) => return lines.push(line("cpu", "device", error.to_string())),
+        };
+        self.device("cpu", &mut device, lines);
+    }
+
+    fn cuda(&self, lines: &mut Vec<Line>) {
+        let gpus = match cuda::probe() {
+            Ok(gpus) if gpus.is_empty() => return lines.push(line("cuda", "GPU", "none found".to_string())),
+            Ok(gpus) => gpus,
+            Err(error) => {
+                lines.push(line("cuda", "GPU", sentence(&error)));
+                Vec::new()
+            }
+        };
+        let driver = gpus.first().map(|gpu| gpu.driver);
+        lines.push(line(
+            "cuda",
+            "NVRTC",
+            match cuda::nvrtc::Nvrtc::find(driver) {
+                Ok(nvrtc) => format!("{}.{} ({})", nvrtc.version.0, nvrtc.version.1, nvrtc.path.display()),
+                Err(error) => sentence(&error),
+            },
+        ));
+        for (name, files) in LIBRARIES {
+            let found = cuda::libraries::open(files).map(|(_, path)| path.display().to_string());
+            lines.push(line(
+                "cuda",
+                name,
+                found.unwrap_or_else(|| "not found; not needed to run".to_string()),
+            ));
+        }
+        for gpu in gpus {
+            let part = format!("cuda:{}", gpu.ordinal);
+            match cuda::CudaDevice::new(gpu.ordinal) {
+                Ok(mut device) => self.device(&part, &mut device, lines),
+                Err(error) => lines.push(line(&part, &gpu.name, sentence(&error))),
+            }
+        }
+    }
+
+    fn device(&self, part: &str, device: &mut dyn Device, lines: &mut Vec<Line>) {
+        let info = device.info().clone();
+        lines.push(line(part, "name", info.name.clone()));
+        let free = bytes(device.free_bytes() as f64);
+        lines.push(line(part, "memory", format!("{}, {free} free", bytes(info.memory_bytes as f64))));
+        for (key, value) in info.facts.iter().filter(|(_, value)| *value != info.name) {
+            lines.push(line(part, key, value.clone()));
+        }
+        if self.no_measure {
+            return;
+        }
+        output::note(&format!("measuring {} ...", info.name));
+        match device.ceilings() {
+            Ok(ceilings) => ceiling_lines(part, &ceilings, lines),
+            Err(error) => lines.push(line(part, "ceilings", sentence(&error))),
+        }
+    }
+}
+
+fn ceiling_lines(part: &str, ceilings: &Ceilings, lines: &mut Vec<Line>) {
+    lines.push(line(part, "read bandwidth", format!("{}/s measured", bytes(ceilings.read_bytes_per_s))));
+    lines.push(line(
+        part,
+        "copy bandwidth",
+        format!("{}/s measured (read plus written)", bytes(ceilings.copy_bytes_per_s)),
+    ));
+    lines.push(line(part, "arithmetic", format!("{} GFLOP/s measured", number(ceilings.flops_per_s / 1e9))));
+    if ceilings.launch_s > 0.0 {
+        lines.push(line(part, "launch", format!("{} us", number(ceilings.launch_s * 1e6))));
+    }
+}
+
+fn line(part: &str, key: &str, value: String) -> Line {
+    (part.to_string(), key.to_string(), value)
+}
+
+fn sentence(error: &crate::Error) -> String {
+    if error.hint().is_empty() { error.to_string() } else { format!("{error}; {}", error.hint()) }
+}

@@ -1,0 +1,57 @@
+//! `inferwall report`: reports made anew from results folders, claims checked again.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::flags::Format;
+use super::output;
+use crate::experiment::claims;
+use crate::experiment::folder::ResultsFolder;
+use crate::report::results::RunResults;
+use crate::report::{export, json};
+use crate::{Error, Result};
+
+#[derive(Debug, Args)]
+pub struct ReportFlags {
+    /// Folders of runs
+    #[arg(required = true, value_name = "DIR")]
+    folders: Vec<PathBuf>,
+
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+}
+
+impl ReportFlags {
+    pub fn run(self) -> Result<()> {
+        let mut rows = Vec::new();
+        for (index, path) in self.folders.iter().enumerate() {
+            let mut results = RunResults::read(path)?;
+            if results.summaries.is_empty() {
+                return Err(Error::invalid(
+                    format!("{} has no finished arm", path.display()),
+                    "resume the run first: `inferwall run --resume DIR`",
+                ));
+            }
+            results.record.claims = claims::check(&results);
+            for (name, text) in export::report_files(&results)? {
+                ResultsFolder::write_whole(path, name, text.as_bytes())?;
+            }
+            match self.format {
+                Format::Table | Format::Md => {
+                    let gap = if index > 0 { "\n" } else { "" };
+                    output::data(&format!("{gap}{}", export::text(&results, self.format)?))?;
+                }
+                Format::Csv | Format::Json => rows.extend(results.summaries),
+            }
+        }
+        match self.format {
+            Format::Json => output::data(&json::array(&rows)?),
+            Format::Csv => {
+                let text = crate::report::csv::rows(&rows)?;
+                output::data(&(text.header + &text.rows))
+            }
+            Format::Table | Format::Md => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,98 @@
+use crate::env::{SMALL, TestEnv};
+
+#[track_caller]
+fn run_fails(arguments: &str, fact: &str, hint: &str) {
+    TestEnv::new()
+        .run(&format!("run part3-batching-cliff --device sim:fixed {arguments}"))
+        .fails(2, fact, hint);
+}
+
+#[test]
+fn unknown_experiments_offer_the_nearest() {
+    TestEnv::new().run("run part3-batching-clif --device sim:fixed").fails(
+        2,
+        "unknown experiment `part3-batching-clif`",
+        "did you mean `part3-batching-cliff`?",
+    );
+    TestEnv::new().run("run --device sim:fixed").fails(2, "no experiment was named", "inferwall list");
+}
+
+#[test]
+fn unknown_knobs_offer_the_nearest() {
+    run_fails("--set max_num_seq=3", "unknown knob `max_num_seq`", "did you mean `max_num_seqs`?");
+}
+
+#[test]
+fn values_out_of_bounds() {
+    run_fails("--values 0", "max_num_seqs = 0 is out of bounds", "1 or more");
+    run_fails("--values four", "max_num_seqs = four", "whole number");
+    run_fails("--set gpu_memory_utilization=2", "gpu_memory_utilization = 2 is out of bounds", "0.01 to 1");
+    run_fails("--set top_p", "has no `=`", "knob=value");
+    run_fails("--prompts 0", "no requests", "1 or more");
+    run_fails("--repeats 0", "no runs", "1 or more");
+    run_fails("--set max_num_seqs=3", "would override the swept knob", "--values");
+    run_fails("--shard 4/3", "`4/3` is not a shard", "i/n");
+}
+
+#[test]
+fn combinations_that_cannot_be() {
+    run_fails(
+        "--set chunked_prefill=false --set max_num_batched_tokens=64",
+        "while chunked_prefill is off",
+        "max_num_batched_tokens=2048",
+    );
+    run_fails("--set input_len=4000", "longest request has 4128 tokens", "max_model_len=4128");
+}
+
+#[test]
+fn an_arm_that_memory_cannot_hold_is_said_before_anything_is_loaded() {
+    let env = TestEnv::new();
+    let run = "run part3-batching-cliff --device sim:a10g --set gpu_memory=8GB";
+    env.run(run).fails(2, "arm `max_num_seqs=1`", "");
+    assert!(!env.path().join("results").exists(), "nothing was begun");
+}
+
+#[test]
+fn unknown_devices_and_models() {
+    let env = TestEnv::new();
+    env.run("run part3-batching-cliff --device gpu").fails(2, "unknown device `gpu`", "cuda");
+    env.run("run part3-batching-cliff --device sim:nothing").fails(2, "nothing", "");
+    run_fails("--model no/such/folder", "no/such/folder", "");
+    run_fails("--model synthetic:qwen3.5-4c", "qwen3.5-4c", "qwen3.5-4b");
+}
+
+#[test]
+fn a_broken_file_has_line_and_column() {
+    let env = TestEnv::new();
+    env.write("e.toml", &SMALL.replace("repeats = 2", "repeat = 2"));
+    env.run("list --experiments e.toml").fails(2, "e.toml:7:1: unknown field `repeat`", "");
+    env.write("e.toml", "[a\n");
+    env.run("list --experiments e.toml").fails(2, "e.toml:1:", "");
+    env.write("e.toml", &SMALL.replace("input_len = 16", "input_len = \"x\""));
+    env.run("run small --experiments e.toml --device sim:fixed").fails(2, "e.toml:8:", "");
+    env.run("list --experiments none.toml").fails(2, "none.toml", "exists");
+}
+
+#[test]
+fn an_unwritable_place_is_the_users_to_mend() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    env.write("file", "");
+    env.run("run small --experiments e.toml --device sim:fixed --out file/under").fails(
+        2,
+        "cannot write",
+        "--out",
+    );
+}
+
+#[test]
+fn unknown_flags_and_commands() {
+    let env = TestEnv::new();
+    assert_eq!(env.run("run part3-batching-cliff --fast").code, 2);
+    assert_eq!(env.run("fly").code, 2);
+}
+
+#[test]
+fn force_belongs_to_resume() {
+    run_fails("--force", "--force without --resume", "");
+}

@@ -1,0 +1,11 @@
+//! The command line, as a user meets it. Everything runs on `sim:fixed` (a fixed cost a step on a virtual clock), so
+//! that output is the same on every machine.
+
+mod diff;
+mod env;
+mod errors;
+mod listing;
+mod models;
+mod resume;
+mod runs;
+mod sweeps;

@@ -1,0 +1,64 @@
+use crate::env::TestEnv;
+
+fn fixture(name: &str) -> String {
+    format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn logits_are_one_json_object() {
+    let env = TestEnv::new();
+    let model = fixture("hybrid-tiny");
+    let all =
+        env.run(&format!("logits --model {model} --tokens 1,2,3 --device cpu --format json")).ok().json();
+    let rows = all["logits"].as_array().unwrap();
+    assert_eq!((rows.len(), all.as_object().unwrap().len()), (3, 1));
+    let vocabulary = rows[0].as_array().unwrap().len();
+    assert!(rows.iter().all(|row| row.as_array().unwrap().len() == vocabulary));
+    env.write("ids", "1 2\n3\n");
+    let last = env.run(&format!("logits --model {model} --tokens @ids --last 1 --device cpu")).ok().json();
+    assert_eq!(last["logits"][0], rows[2]);
+}
+
+#[test]
+fn wrong_tokens() {
+    let env = TestEnv::new();
+    let logits =
+        |rest: &str| env.run(&format!("logits --model {} --device cpu {rest}", fixture("hybrid-tiny")));
+    logits("--tokens 1,999999").fails(
+        2,
+        "token 999999 at position 1 is outside the vocabulary",
+        "ids from 0",
+    );
+    logits("--tokens 1,x").fails(2, "`x` is not a token id", "1,2,3");
+    logits("--tokens @none").fails(2, "none", "exists");
+    logits("--tokens 1,2 --last 3").fails(2, "--last 3", "1 to 2");
+}
+
+#[test]
+fn generated_tokens_only() {
+    let env = TestEnv::new();
+    let model = fixture("hybrid-tiny");
+    let generate =
+        |rest: &str| env.run(&format!("generate --model {model} --device cpu --format json {rest}"));
+    let one = generate("--tokens 1,2,3 --max-tokens 5 --ignore-eos").ok().json();
+    assert_eq!(one["tokens"].as_array().unwrap().len(), 5);
+    assert_eq!(one, generate("--tokens 1,2,3 --max-tokens 5 --ignore-eos").ok().json(), "greedy by default");
+}
+
+#[test]
+fn synthetic_models_write_bytes() {
+    let env = TestEnv::new();
+    let text =
+        env.run("generate --model synthetic:demo --device sim:fixed --prompt hello --max-tokens 3").ok();
+    assert!(text.stdout.ends_with('\n') && text.stdout.len() > 1);
+    env.run("generate --device sim:fixed").fails(2, "nothing to go on from", "--prompt");
+    env.run("generate --device sim:fixed --prompt x --max-tokens 0").fails(2, "--max-tokens 0", "1 or more");
+    env.run("generate --device sim:fixed --prompt x --set input_len=3").fails(2, "knob of a load", "engine");
+}
+
+#[test]
+fn doctor_names_what_it_found() {
+    let json = TestEnv::new().run("doctor --no-measure --format json").ok().json();
+    assert!(json["cpu"]["memory"].as_str().unwrap().contains("free"));
+    assert!(json["cuda"]["NVRTC"].is_string());
+}

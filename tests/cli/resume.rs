@@ -1,0 +1,130 @@
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::env::{SMALL, TestEnv, read};
+
+const RUN: &str = "run small --experiments e.toml --device sim:fixed";
+
+fn small() -> TestEnv {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    env
+}
+
+/// A run that was killed after `cells` finished ones, in the middle of writing the next.
+fn killed_after(env: &TestEnv, cells: usize) -> PathBuf {
+    env.run(RUN).ok();
+    let folder = env.only_result();
+    let journal = read(&folder, "cells.jsonl");
+    let kept: Vec<&str> = journal.lines().take(cells).collect();
+    // The next line of the journal was never finished; the rows of its cell were.
+    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"cell\":{{\"arm\"", kept.join("\n"))).unwrap();
+    for name in ["report.md", "report.html"] {
+        std::fs::remove_file(folder.join(name)).unwrap();
+    }
+    folder
+}
+
+fn tables(folder: &Path) -> Vec<String> {
+    ["summary.csv", "requests.csv", "tokens.csv", "steps.csv", "populations.csv", "checks.csv"]
+        .map(|name| read(folder, name))
+        .to_vec()
+}
+
+#[test]
+fn a_killed_run_resumes_to_the_same_bytes() {
+    let undisturbed = small();
+    undisturbed.run(RUN).ok();
+    let env = small();
+    let folder = killed_after(&env, 2);
+    env.run(&format!("run --resume {}", folder.display())).ok();
+    assert_eq!(tables(&folder), tables(&undisturbed.only_result()));
+    assert!(folder.join("report.html").exists());
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+    assert_eq!(run["resumed"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn the_same_flags_may_be_given_again() {
+    let env = small();
+    let folder = killed_after(&env, 1);
+    env.run(&format!("{RUN} --resume {}", folder.display())).ok();
+    assert_eq!(read(&folder, "summary.csv").lines().count(), 7);
+}
+
+#[test]
+fn another_plan_is_refused_unless_forced() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    let other = format!("{RUN} --seed 3 --resume {}", folder.display());
+    env.run(&other).fails(2, "cannot be continued: plan", "--force");
+    assert!(env.run(&format!("{other} --force")).ok().stderr.contains("results: "));
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert!(run["forced"][0].as_str().unwrap().starts_with("plan: "));
+    assert!(read(&folder, "report.md").contains("--force"));
+}
+
+#[test]
+fn another_device_is_refused() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    env.run(&format!("{RUN}:2 --resume {}", folder.display())).fails(
+        2,
+        "device: sim:fixed:1 against sim:fixed:2",
+        "",
+    );
+}
+
+#[test]
+fn an_edited_experiment_is_another_plan() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    env.write("e.toml", &SMALL.replace("output_len = 8", "output_len = 9"));
+    env.run(&format!("run --resume {}", folder.display())).fails(2, "plan", "");
+}
+
+#[test]
+fn no_results_folder() {
+    let env = small();
+    env.run("run --resume nowhere").fails(2, "nowhere", "run.json");
+}
+
+/// Waits until `done`, at most 20 s.
+#[cfg(unix)]
+fn wait_for(mut done: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !done() {
+        assert!(began.elapsed() < Duration::from_secs(20), "it never happened");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {
+    let env = TestEnv::new();
+    // Each arm is far too long to end by itself before the signal.
+    let long = SMALL.replace("prompts = 8", "prompts = 4000").replace("output_len = 8", "output_len = 400");
+    let long = long
+        .replace("values = [1, 2, 8]", "values = [256, 1]")
+        .replace("max_model_len = 64", "max_model_len = 512");
+    env.write("e.toml", &long);
+    let child = env.command().args(RUN.split(' ')).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    wait_for(|| {
+        let root = env.path().join("results/local");
+        root.exists()
+            && env.results("results/local").first().is_some_and(|folder| folder.join("cells.jsonl").exists())
+    });
+    let interrupted =
+        std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(interrupted.success());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("interrupted") && stderr.contains("--resume"), "{stderr}");
+    let folder = env.only_result();
+    assert!(read(&folder, "summary.csv").lines().count() >= 2);
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert_eq!(run["status"], "interrupted");
+}
