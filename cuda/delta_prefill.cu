@@ -70,9 +70,15 @@ KERNEL __launch_bounds__(128) delta_prepare(const f16 *mixed, const float *taps,
         history[j][0] = low.x, history[j][1] = low.y, history[j][2] = high.x, history[j][3] = high.y;
     }
     bool query = blockIdx.x < shape.key_heads, normed = blockIdx.x < 2 * shape.key_heads;
-    for (int at = first; at < last; at++) {
-        uint2 raw = *(const uint2 *)(mixed + (u64)(piece.start + at) * shape.pitch + channel);
-        float2 low = unpack_half2(raw.x), high = unpack_half2(raw.y);
+    uint2 inputs[16]; // all in flight before the first is used
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        if (first + i < last) inputs[i] = *(const uint2 *)(mixed + (u64)(piece.start + first + i) * shape.pitch + channel);
+#pragma unroll
+    for (int token = 0; token < 16; token++) {
+        int at = first + token;
+        if (at >= last) break;
+        float2 low = unpack_half2(inputs[token].x), high = unpack_half2(inputs[token].y);
         float u[4] = {low.x, low.y, high.x, high.y}, c[4], squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -93,10 +99,10 @@ KERNEL __launch_bounds__(128) delta_prepare(const f16 *mixed, const float *taps,
 
 // ---- within chunks ----
 
-// 64 rows of one head of conv into rows of 256 bytes; rows at or past `valid` become zeros. 128 threads.
-DEVICE void load_head(u32 to, const f16 *from, int channels, int valid) {
+// 64 rows of one head of conv into rows of 256 bytes; rows at or past `valid` become zeros.
+template <int Threads> DEVICE void load_head(u32 to, const f16 *from, int channels, int valid) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK * 16; i += 128) {
+    for (int i = threadIdx.x; i < CHUNK * 16; i += Threads) {
         int row = i / 16, unit = i % 16;
         copy_async_16(unit_256(to, row, unit), from + (u64)(row < valid ? row : 0) * channels + unit * 8, row < valid);
     }
@@ -185,8 +191,9 @@ DEVICE void apply(const float *t, const float *factors, u32 x, f16 *out) {
     }
 }
 
-// Grid (key_heads, chunks), 128 threads: K K^T and Q K^T once, then T, U, W and P for each value head that shares the key.
-KERNEL __launch_bounds__(128, 2) delta_chunks(const f16 *conv, const f16 *mixed, const float *a_log, const float *dt_bias, f16 *u_out,
+// Grid (value_heads, chunks), 128 threads. K K^T and Q K^T are made again for each value head of a key head: three blocks
+// on a multiprocessor that each hold one tile beat fewer that keep both products in registers.
+KERNEL __launch_bounds__(128, 3) delta_chunks(const f16 *conv, const f16 *mixed, const float *a_log, const float *dt_bias, f16 *u_out,
                                               f16 *w_out, f16 *p_out, float *g_out, const Piece *pieces, const int2 *chunks,
                                               const Shape shape) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -198,11 +205,11 @@ KERNEL __launch_bounds__(128, 2) delta_chunks(const f16 *conv, const f16 *mixed,
     let_next_kernel_start();
     int2 chunk = chunks[blockIdx.y];
     Piece piece = pieces[chunk.x];
-    int channels = channel_count(shape), key_head = blockIdx.x, shared_by = shape.value_heads / shape.key_heads;
+    int channels = channel_count(shape), head = blockIdx.x, key_head = head / (shape.value_heads / shape.key_heads);
     int valid = min(CHUNK, piece.count - chunk.y);
     const f16 *rows = conv + (u64)(piece.start + chunk.y) * channels;
-    load_head(k_tile, rows + (shape.key_heads + key_head) * HEAD, channels, valid);
-    load_head(x_tile, rows + key_head * HEAD, channels, valid);
+    load_head<128>(k_tile, rows + (shape.key_heads + key_head) * HEAD, channels, valid);
+    load_head<128>(x_tile, rows + key_head * HEAD, channels, valid);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
@@ -230,70 +237,68 @@ KERNEL __launch_bounds__(128, 2) delta_chunks(const f16 *conv, const f16 *mixed,
         }
     }
 
-    for (int sharer = 0; sharer < shared_by; sharer++) {
-        int head = key_head * shared_by + sharer;
-        u64 tile = (u64)blockIdx.y * shape.value_heads + head;
-        __syncthreads(); // everyone is done with q, or with the last head's tiles
-        load_head(x_tile, rows + (2 * shape.key_heads + head) * HEAD, channels, valid);
-        copy_async_commit();
-        float b = 0.0f, g = 0.0f;
-        if (thread < CHUNK) {
-            if (thread < valid) {
-                const f16 *gates = mixed + (u64)(piece.start + chunk.y + thread) * shape.pitch + channels + shape.value_heads * HEAD;
-                b = sigmoid(half_to_float(gates[head]));
-                g = -expf(a_log[head]) * softplus(half_to_float(gates[shape.value_heads + head]) + dt_bias[head]);
-            }
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-                float before = __shfl_up_sync(0xffffffffu, g, offset);
-                if (lane >= offset) g += before;
-            }
-            g_sum[thread] = g;
+    u64 tile = (u64)blockIdx.y * shape.value_heads + head;
+    __syncthreads(); // everyone is done with q
+    load_head<128>(x_tile, rows + (2 * shape.key_heads + head) * HEAD, channels, valid);
+    copy_async_commit();
+    float b = 0.0f, g = 0.0f;
+    if (thread < CHUNK) {
+        if (thread < valid) {
+            const f16 *gates = mixed + (u64)(piece.start + chunk.y + thread) * shape.pitch + channels + shape.value_heads * HEAD;
+            b = sigmoid(half_to_float(gates[head]));
+            g = -expf(a_log[head]) * softplus(half_to_float(gates[shape.value_heads + head]) + dt_bias[head]);
         }
-        __syncthreads();
-        if (thread < CHUNK) {
-            if (thread >= 32) g += g_sum[31];
-            beta[thread] = b;
-            beta_decay[thread] = b * __expf(g);
-            g_out[tile * CHUNK + thread] = g;
-        }
-        __syncthreads();
-        if (thread >= 32 && thread < CHUNK) g_sum[thread] = g;
-        __syncthreads();
-
-        u32 *p = (u32 *)(p_out + tile * CHUNK * CHUNK);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int row = warp * 16 + group + half * 8, column = i * 8 + pair * 2;
-                float2 a = make_float2(0.0f, 0.0f), weight = make_float2(0.0f, 0.0f);
-                if (column <= row) {
-                    float decay = __expf(g_sum[row] - g_sum[column]);
-                    weight.x = qk[i][half * 2] * decay;
-                    if (column < row) a.x = beta[row] * kk[i][half * 2] * decay;
-                }
-                if (column + 1 <= row) {
-                    float decay = __expf(g_sum[row] - g_sum[column + 1]);
-                    weight.y = qk[i][half * 2 + 1] * decay;
-                    if (column + 1 < row) a.y = beta[row] * kk[i][half * 2 + 1] * decay;
-                }
-                *(float2 *)(a_tile + row * PITCH + column) = a;
-                p[row * CHUNK / 2 + i * 4 + pair] = pack_half2(weight.x, weight.y);
-            }
+        for (int offset = 1; offset < 32; offset *= 2) {
+            float before = __shfl_up_sync(0xffffffffu, g, offset);
+            if (lane >= offset) g += before;
         }
-        copy_async_wait<0>();
-        __syncthreads();
-        invert(t_tile, a_tile);
-        apply(t_tile, beta, x_tile, u_out + tile * CHUNK * HEAD);
-        apply(t_tile, beta_decay, k_tile, w_out + tile * CHUNK * HEAD);
+        g_sum[thread] = g;
     }
+    __syncthreads();
+    if (thread < CHUNK) {
+        if (thread >= 32) g += g_sum[31];
+        beta[thread] = b;
+        beta_decay[thread] = b * __expf(g);
+        g_out[tile * CHUNK + thread] = g;
+    }
+    __syncthreads();
+    if (thread >= 32 && thread < CHUNK) g_sum[thread] = g;
+    __syncthreads();
+
+    u32 *p = (u32 *)(p_out + tile * CHUNK * CHUNK);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = warp * 16 + group + half * 8, column = i * 8 + pair * 2;
+            float2 a = make_float2(0.0f, 0.0f), weight = make_float2(0.0f, 0.0f);
+            if (column <= row) {
+                float decay = __expf(g_sum[row] - g_sum[column]);
+                weight.x = qk[i][half * 2] * decay;
+                if (column < row) a.x = beta[row] * kk[i][half * 2] * decay;
+            }
+            if (column + 1 <= row) {
+                float decay = __expf(g_sum[row] - g_sum[column + 1]);
+                weight.y = qk[i][half * 2 + 1] * decay;
+                if (column + 1 < row) a.y = beta[row] * kk[i][half * 2 + 1] * decay;
+            }
+            *(float2 *)(a_tile + row * PITCH + column) = a;
+            p[row * CHUNK / 2 + i * 4 + pair] = pack_half2(weight.x, weight.y);
+        }
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+    invert(t_tile, a_tile);
+    apply(t_tile, beta, x_tile, u_out + tile * CHUNK * HEAD);
+    apply(t_tile, beta_decay, k_tile, w_out + tile * CHUNK * HEAD);
 }
 
 // ---- across chunks ----
 
 #define SPLIT 4             // blocks a head
 #define WIDTH (HEAD / SPLIT) // columns (dv) a block holds
+#define SCAN_THREADS 256
 #define STAGE_BYTES (3 * CHUNK * 256 + CHUNK * 128 + CHUNK * 64)
 
 DEVICE float read_state(const void *state, u64 at, int type) {
@@ -316,26 +321,29 @@ DEVICE void write_state(void *state, u64 at, int type, float value) {
 
 // One chunk's W, Q, K (256-byte rows), P (128) and U's columns of this block (64), all as one stage.
 DEVICE void load_stage(u32 stage, const f16 *w, const f16 *q, const f16 *k, int channels, const f16 *p, const f16 *u, int valid) {
-    load_head(stage, w, HEAD, CHUNK);
-    load_head(stage + CHUNK * 256, q, channels, valid);
-    load_head(stage + 2 * CHUNK * 256, k, channels, valid);
+    load_head<SCAN_THREADS>(stage, w, HEAD, CHUNK);
+    load_head<SCAN_THREADS>(stage + CHUNK * 256, q, channels, valid);
+    load_head<SCAN_THREADS>(stage + 2 * CHUNK * 256, k, channels, valid);
     u32 p_tile = stage + 3 * CHUNK * 256, u_tile = p_tile + CHUNK * 128;
 #pragma unroll
-    for (int i = threadIdx.x; i < CHUNK * 8; i += 128)
+    for (int i = threadIdx.x; i < CHUNK * 8; i += SCAN_THREADS)
         copy_async_16(unit_128(p_tile, i / 8, i % 8), p + i * 8);
 #pragma unroll
-    for (int i = threadIdx.x; i < CHUNK * WIDTH / 8; i += 128)
+    for (int i = threadIdx.x; i < CHUNK * WIDTH / 8; i += SCAN_THREADS)
         copy_async_16(unit_64(u_tile, i / 4, i % 4), u + i / 4 * HEAD + i % 4 * 8);
     copy_async_commit();
 }
 
-// Grid (value_heads * SPLIT, pieces), 128 threads. Warp w holds rows (dk) 32 w ..= +31 of S as two 16 x 32 accumulators; S as
-// fp16 for the products, V' and V' scaled lie in shared memory. `stages` 2 loads the next chunk under this one's work.
-KERNEL __launch_bounds__(128, 1) delta_scan(const f16 *conv, const f16 *u_in, const f16 *w_in, const f16 *p_in, const float *g_in,
-                                            void *state, float *o, const Piece *pieces, const Shape shape, int stages) {
+// Grid (value_heads * SPLIT, pieces), 256 threads. Warps 0 to 3 carry the state: warp w holds rows (dk) 32 w ..= +31 of S as
+// two 16 x 32 accumulators and makes rows 16 w of W S and V'. Warps 4 to 7 make the outputs, which the state does not wait
+// for. S as fp16, V' and V' scaled pass through shared memory. `stages` 2 loads the next chunk under this one's work.
+KERNEL __launch_bounds__(SCAN_THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in, const f16 *w_in, const f16 *p_in,
+                                                     const float *g_in, void *state, float *o, const Piece *pieces,
+                                                     const Shape shape, int stages) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float g_sum[CHUNK];
-    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    __shared__ float g_sum[2][CHUNK];
+    int thread = threadIdx.x, warp = thread / 32 % 4, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    bool carries = thread < 128;
     int head = blockIdx.x / SPLIT, first_column = blockIdx.x % SPLIT * WIDTH;
     wait_for_previous_kernel();
     let_next_kernel_start();
@@ -355,7 +363,7 @@ KERNEL __launch_bounds__(128, 1) delta_scan(const f16 *conv, const f16 *u_in, co
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int dk = warp * 32 + m * 16 + group + i / 2 * 8, dv = first_column + n * 8 + pair * 2 + i % 2;
-                s[m][n][i] = piece.context > 0 ? read_state(state, state_base + dv * HEAD + dk, shape.state_type) : 0.0f;
+                s[m][n][i] = carries && piece.context > 0 ? read_state(state, state_base + dv * HEAD + dk, shape.state_type) : 0.0f;
             }
 
     auto load = [&](int chunk) {
@@ -364,126 +372,130 @@ KERNEL __launch_bounds__(128, 1) delta_scan(const f16 *conv, const f16 *u_in, co
         load_stage(stage_tiles + (stages > 1 ? chunk % 2 : 0) * STAGE_BYTES, w_in + tile * CHUNK * HEAD,
                    rows + key_head * HEAD, rows + (shape.key_heads + key_head) * HEAD, channels,
                    p_in + tile * CHUNK * CHUNK, u_in + tile * CHUNK * HEAD + first_column, min(CHUNK, piece.count - chunk * CHUNK));
+        if (thread < CHUNK) g_sum[chunk % 2][thread] = g_in[tile * CHUNK + thread];
     };
     if (stages > 1) load(0);
 
     for (int chunk = 0; chunk < chunk_count; chunk++) {
-        // S as fp16: rows of 32 halves (64 bytes).
+        if (carries) { // S as fp16: rows of 32 halves (64 bytes)
 #pragma unroll
-        for (int m = 0; m < 2; m++)
+            for (int m = 0; m < 2; m++)
 #pragma unroll
-            for (int n = 0; n < 4; n++)
+                for (int n = 0; n < 4; n++)
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    u32 at = unit_64(s_tile, warp * 32 + m * 16 + group + half * 8, n) + pair * 4;
-                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack_half2(s[m][n][half * 2], s[m][n][half * 2 + 1])) : "memory");
-                }
-        if (thread < CHUNK)
-            g_sum[thread] = g_in[((u64)(piece.first_chunk + chunk) * shape.value_heads + head) * CHUNK + thread];
+                    for (int half = 0; half < 2; half++) {
+                        u32 at = unit_64(s_tile, warp * 32 + m * 16 + group + half * 8, n) + pair * 4;
+                        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack_half2(s[m][n][half * 2], s[m][n][half * 2 + 1])) : "memory");
+                    }
+        }
         if (stages == 1) load(chunk);
         copy_async_wait<0>();
         __syncthreads(); // this chunk's tiles and S are here; the other stage is free
         if (stages > 1 && chunk + 1 < chunk_count) load(chunk + 1);
         u32 w_tile = stage_tiles + (stages > 1 ? chunk % 2 : 0) * STAGE_BYTES, q_tile = w_tile + CHUNK * 256;
         u32 k_tile = q_tile + CHUNK * 256, p_tile = k_tile + CHUNK * 256, u_tile = p_tile + CHUNK * 128;
+        const float *g = g_sum[chunk % 2];
 
-        // Rows (tokens) 16 warp ..= +15: W S and Q S.
-        float ws[4][4], qs[4][4];
+        // Rows (tokens) 16 warp ..= +15 of W S, or of Q S.
+        float sum[4][4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) ws[n][i] = qs[n][i] = 0.0f;
+            for (int i = 0; i < 4; i++) sum[n][i] = 0.0f;
+        u32 rows_tile = carries ? w_tile : q_tile;
 #pragma unroll
         for (int step = 0; step < HEAD / 16; step++) {
-            u32 from_w[4], from_q[4];
-            load_matrix_x4(from_w, unit_256(w_tile, warp * 16 + lane % 16, step * 2 + lane / 16));
-            load_matrix_x4(from_q, unit_256(q_tile, warp * 16 + lane % 16, step * 2 + lane / 16));
+            u32 a[4];
+            load_matrix_x4(a, unit_256(rows_tile, warp * 16 + lane % 16, step * 2 + lane / 16));
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
                 u32 b[4];
                 load_matrix_x4_transposed(b, unit_64(s_tile, step * 16 + lane % 16, n + lane / 16));
-                mma_16x8x16(ws[n], from_w, b[0], b[1]);
-                mma_16x8x16(ws[n + 1], from_w, b[2], b[3]);
-                mma_16x8x16(qs[n], from_q, b[0], b[1]);
-                mma_16x8x16(qs[n + 1], from_q, b[2], b[3]);
+                mma_16x8x16(sum[n], a, b[0], b[1]);
+                mma_16x8x16(sum[n + 1], a, b[2], b[3]);
             }
         }
-        float g_last = g_sum[CHUNK - 1];
-        float decay[2], to_end[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float g = g_sum[warp * 16 + group + half * 8];
-            decay[half] = __expf(g), to_end[half] = __expf(g_last - g);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; n++)
+        if (carries) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int row = warp * 16 + group + half * 8;
-                u32 packed;
-                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(packed) : "r"(unit_64(u_tile, row, n) + pair * 4));
-                float2 v = unpack_half2(packed);
-                v.x -= ws[n][half * 2], v.y -= ws[n][half * 2 + 1];
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(unit_64(v_tile, row, n) + pair * 4), "r"(pack_half2(v.x, v.y)) : "memory");
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(unit_64(scaled_tile, row, n) + pair * 4),
-                             "r"(pack_half2(v.x * to_end[half], v.y * to_end[half])) : "memory");
-                qs[n][half * 2] *= decay[half], qs[n][half * 2 + 1] *= decay[half];
-            }
-        __syncthreads(); // V' is here, and every warp is done with S
-
-        // O = e^G Q S + P V' (P is zero past the diagonal block).
+                float to_end = __expf(g[CHUNK - 1] - g[row]);
 #pragma unroll
-        for (int step = 0; step < CHUNK / 16; step++) {
-            if (step > warp) continue;
-            u32 a[4];
-            load_matrix_x4(a, unit_128(p_tile, warp * 16 + lane % 16, step * 2 + lane / 16));
-#pragma unroll
-            for (int n = 0; n < 4; n += 2) {
-                u32 b[4];
-                load_matrix_x4_transposed(b, unit_64(v_tile, step * 16 + lane % 16, n + lane / 16));
-                mma_16x8x16(qs[n], a, b[0], b[1]);
-                mma_16x8x16(qs[n + 1], a, b[2], b[3]);
-            }
-        }
-        // S = e^G_last S + K^T (scaled V').
-        float carry = __expf(g_last);
-#pragma unroll
-        for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) s[m][n][i] *= carry;
-#pragma unroll
-        for (int step = 0; step < CHUNK / 16; step++) {
-            u32 b[2][4];
-#pragma unroll
-            for (int n = 0; n < 2; n++)
-                load_matrix_x4_transposed(b[n], unit_64(scaled_tile, step * 16 + lane % 16, n * 2 + lane / 16));
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                // Transposed: rows are dk, so matrices 1 and 2 of the four trade places.
-                u32 a[4];
-                int token = step * 16 + lane % 8 + lane / 16 * 8, unit = warp * 4 + m * 2 + lane / 8 % 2;
-                load_matrix_x4_transposed(a, unit_256(k_tile, token, unit));
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    mma_16x8x16(s[m][n * 2], a, b[n][0], b[n][1]);
-                    mma_16x8x16(s[m][n * 2 + 1], a, b[n][2], b[n][3]);
+                for (int n = 0; n < 4; n++) {
+                    u32 packed;
+                    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(packed) : "r"(unit_64(u_tile, row, n) + pair * 4));
+                    float2 v = unpack_half2(packed);
+                    v.x -= sum[n][half * 2], v.y -= sum[n][half * 2 + 1];
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(unit_64(v_tile, row, n) + pair * 4), "r"(pack_half2(v.x, v.y)) : "memory");
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(unit_64(scaled_tile, row, n) + pair * 4),
+                                 "r"(pack_half2(v.x * to_end, v.y * to_end)) : "memory");
                 }
             }
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float decay = __expf(g[warp * 16 + group + half * 8]);
+#pragma unroll
+                for (int n = 0; n < 4; n++) sum[n][half * 2] *= decay, sum[n][half * 2 + 1] *= decay;
+            }
         }
+        __syncthreads(); // V' is here, and every warp is done with S
+
+        if (carries) { // S = e^G_last S + K^T (scaled V')
+            float carry = __expf(g[CHUNK - 1]);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int token = chunk * CHUNK + warp * 16 + group + half * 8;
-            if (token >= piece.count) continue;
-            float *to = o + (u64)(piece.start + token) * width + head * HEAD + first_column + pair * 2;
+            for (int m = 0; m < 2; m++)
 #pragma unroll
-            for (int n = 0; n < 4; n++) *(float2 *)(to + n * 8) = make_float2(qs[n][half * 2], qs[n][half * 2 + 1]);
+                for (int n = 0; n < 4; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) s[m][n][i] *= carry;
+#pragma unroll
+            for (int step = 0; step < CHUNK / 16; step++) {
+                u32 b[2][4];
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+                    load_matrix_x4_transposed(b[n], unit_64(scaled_tile, step * 16 + lane % 16, n * 2 + lane / 16));
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    // Transposed: rows are dk, so matrices 1 and 2 of the four trade places.
+                    u32 a[4];
+                    int token = step * 16 + lane % 8 + lane / 16 * 8, unit = warp * 4 + m * 2 + lane / 8 % 2;
+                    load_matrix_x4_transposed(a, unit_256(k_tile, token, unit));
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        mma_16x8x16(s[m][n * 2], a, b[n][0], b[n][1]);
+                        mma_16x8x16(s[m][n * 2 + 1], a, b[n][2], b[n][3]);
+                    }
+                }
+            }
+        } else { // O = e^G Q S + P V' (P is zero past the diagonal block)
+#pragma unroll
+            for (int step = 0; step < CHUNK / 16; step++) {
+                if (step > warp) continue;
+                u32 a[4];
+                load_matrix_x4(a, unit_128(p_tile, warp * 16 + lane % 16, step * 2 + lane / 16));
+#pragma unroll
+                for (int n = 0; n < 4; n += 2) {
+                    u32 b[4];
+                    load_matrix_x4_transposed(b, unit_64(v_tile, step * 16 + lane % 16, n + lane / 16));
+                    mma_16x8x16(sum[n], a, b[0], b[1]);
+                    mma_16x8x16(sum[n + 1], a, b[2], b[3]);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int token = chunk * CHUNK + warp * 16 + group + half * 8;
+                if (token >= piece.count) continue;
+                float *to = o + (u64)(piece.start + token) * width + head * HEAD + first_column + pair * 2;
+#pragma unroll
+                for (int n = 0; n < 4; n++) *(float2 *)(to + n * 8) = make_float2(sum[n][half * 2], sum[n][half * 2 + 1]);
+            }
         }
         // What is rewritten at the top had its last readers before the second barrier, but for the tiles of a single stage.
         if (stages == 1) __syncthreads();
     }
 
+    if (!carries) return;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll

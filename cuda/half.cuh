@@ -68,6 +68,13 @@ DEVICE uint4 pack_half8(const float *in) {
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
 
+// 2^x, to two units in the last place; denormal results are zero.
+DEVICE float exp2_fast(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
 DEVICE float warp_sum(float value) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);

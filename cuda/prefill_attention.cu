@@ -37,21 +37,30 @@ template <int D> DEVICE u32 unit_address(u32 base, int row, int unit) {
     return base + (u32)(row * (D / 8) + (unit ^ (row & 7))) * 16;
 }
 
-// Copies TILE_KEYS rows of K or V from `first` on; rows at or past `end` become zeros. A group of D/8 lanes copies a row.
-template <int D>
-DEVICE void load_keys(u32 to, const f16 *from, const Cache &cache, const int *table, int first, int end) {
-    constexpr int UNITS = D / 8, ROWS_A_PASS = WARPS * 32 / UNITS, PASSES = TILE_KEYS / ROWS_A_PASS;
-    int unit = threadIdx.x % UNITS, row = threadIdx.x / UNITS;
-#pragma unroll 2
-    for (int pass = 0; pass < PASSES; pass++, row += ROWS_A_PASS) {
-        int token = first + row;
-        bool valid = token < end;
-        token = valid ? token : 0;
-        u32 block = (u32)token / cache.block_tokens, within = (u32)token - block * cache.block_tokens;
-        const f16 *source = from + (u64)table[block] * cache.block_stride + (u64)within * cache.token_stride + unit * 8;
-        copy_async_16(unit_address<D>(to, row, unit), source, valid);
+// Copies TILE_KEYS rows of K or V. A group of D/8 lanes copies a row, in PASSES rows a tile; lane p of a group keeps where row
+// p of its group begins.
+template <int D> struct Loader {
+    static constexpr int UNITS = D / 8, ROWS_A_PASS = WARPS * 32 / UNITS, PASSES = TILE_KEYS / ROWS_A_PASS;
+    long long offset; // in halves; negative past the end, where zeros are copied
+
+    __device__ __forceinline__ void locate(const Cache &cache, const int *table, int first, int end) {
+        int pass = threadIdx.x % UNITS, token = first + threadIdx.x / UNITS + pass * ROWS_A_PASS;
+        offset = -1;
+        if (pass < PASSES && token < end) {
+            u32 block = (u32)token / cache.block_tokens, within = (u32)token - block * cache.block_tokens;
+            offset = (long long)table[block] * cache.block_stride + (long long)within * cache.token_stride;
+        }
     }
-}
+
+    __device__ __forceinline__ void load(u32 to, const f16 *from) const {
+        int unit = threadIdx.x % UNITS, row = threadIdx.x / UNITS;
+#pragma unroll 4
+        for (int pass = 0; pass < PASSES; pass++, row += ROWS_A_PASS) {
+            long long at = __shfl_sync(0xffffffffu, offset, pass, UNITS);
+            copy_async_16(unit_address<D>(to, row, unit), from + (at < 0 ? 0 : at) + unit * 8, at >= 0);
+        }
+    }
+};
 
 template <int D>
 DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride, int gate_head_stride, f16 *out,
@@ -78,7 +87,9 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
         const f16 *from = q + (first_row + min(row, queries - 1)) * q_stride + head * D + unit * 8;
         copy_async_16(unit_address<D>(q_tile, row, unit), from, row < queries);
     }
-    load_keys<D>(k_tile, keys, cache, table, 0, end);
+    Loader<D> loader; // of the tile whose K was loaded last
+    loader.locate(cache, table, 0, end);
+    loader.load(k_tile, keys);
     copy_async_commit();
 
     float o[D / 8][4];
@@ -91,7 +102,7 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
     for (int first = 0; first < end; first += TILE_KEYS) {
         copy_async_wait<0>();
         __syncthreads(); // K is here, and every warp is done with the last V
-        load_keys<D>(v_tile, values, cache, table, first, end);
+        loader.load(v_tile, values);
         copy_async_commit();
 
         float s[KEY_TILES][4];
@@ -111,53 +122,50 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
             }
         }
 
-        // Mask, and fold the tile's maximum into the running one.
-        bool inner = first + TILE_KEYS <= chunk.context_tokens + first_query + warp * 16 + 1;
-        float tile_largest[2] = {-1e30f, -1e30f};
+        // Mask, and fold the tile's maximum into the running one. Maxima are of raw scores; the scale goes into the
+        // exponent's multiply-add.
+        if (first + TILE_KEYS > chunk.context_tokens + first_query + warp * 16 + 1) {
 #pragma unroll
-        for (int i = 0; i < KEY_TILES; i++) {
+            for (int i = 0; i < KEY_TILES; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int key = first + i * 8 + pair * 2 + j % 2;
-                float score = s[i][j] * scale_log2;
-                if (!inner && key > position + j / 2 * 8) score = -1e30f;
-                s[i][j] = score;
-                tile_largest[j / 2] = fmaxf(tile_largest[j / 2], score);
-            }
+                for (int j = 0; j < 4; j++)
+                    if (first + i * 8 + pair * 2 + j % 2 > position + j / 2 * 8) s[i][j] = -1e30f;
         }
-        float rescale[2];
+        float rescale[2], shift[2];
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            float m = tile_largest[row];
+            float m = largest[row];
+#pragma unroll
+            for (int i = 0; i < KEY_TILES; i++) m = fmaxf(m, fmaxf(s[i][row * 2], s[i][row * 2 + 1]));
             m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
             m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-            m = fmaxf(m, largest[row]);
-            rescale[row] = exp2f(largest[row] - m);
-            largest[row] = m;
+            rescale[row] = exp2_fast((largest[row] - m) * scale_log2);
+            largest[row] = m, shift[row] = m * scale_log2;
+            total[row] *= rescale[row];
         }
         u32 p[KEY_TILES][2];
-        float sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < KEY_TILES; i++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                s[i][j] = exp2f(s[i][j] - largest[j / 2]);
-                sum[j / 2] += s[i][j];
+                s[i][j] = exp2_fast(s[i][j] * scale_log2 - shift[j / 2]);
+                total[j / 2] += s[i][j];
             }
             p[i][0] = pack_half2(s[i][0], s[i][1]);
             p[i][1] = pack_half2(s[i][2], s[i][3]);
         }
-        total[0] = total[0] * rescale[0] + sum[0];
-        total[1] = total[1] * rescale[1] + sum[1];
+        if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) { // rare once the largest score was met
 #pragma unroll
-        for (int i = 0; i < D / 8; i++) {
-            o[i][0] *= rescale[0], o[i][1] *= rescale[0];
-            o[i][2] *= rescale[1], o[i][3] *= rescale[1];
+            for (int i = 0; i < D / 8; i++) {
+                o[i][0] *= rescale[0], o[i][1] *= rescale[0];
+                o[i][2] *= rescale[1], o[i][3] *= rescale[1];
+            }
         }
 
         copy_async_wait<0>();
         __syncthreads(); // V is here, and every warp is done with K
-        if (first + TILE_KEYS < end) load_keys<D>(k_tile, keys, cache, table, first + TILE_KEYS, end);
+        loader.locate(cache, table, first + TILE_KEYS, end);
+        if (first + TILE_KEYS < end) loader.load(k_tile, keys);
         copy_async_commit();
 #pragma unroll
         for (int step = 0; step < TILE_KEYS / 16; step++) {

@@ -28,20 +28,29 @@ DEVICE u32 unit_address(u32 base, int row, int unit) {
     return base + (u32)(unit / 8 * PANEL + row * 128 + ((unit ^ row) & 7) * 16);
 }
 
-template <int D>
-DEVICE void load_keys(u32 to, const f16 *from, const Cache &cache, const int *table, int first, int end) {
-    constexpr int UNITS = D / 8, ROWS_A_PASS = THREADS / UNITS, PASSES = TILE_KEYS / ROWS_A_PASS;
-    int unit = threadIdx.x % UNITS, row = threadIdx.x / UNITS;
-#pragma unroll
-    for (int pass = 0; pass < PASSES; pass++, row += ROWS_A_PASS) {
-        int token = first + row;
-        bool valid = token < end;
-        token = valid ? token : 0;
-        u32 block = (u32)token / cache.block_tokens, within = (u32)token - block * cache.block_tokens;
-        const f16 *source = from + (u64)table[block] * cache.block_stride + (u64)within * cache.token_stride + unit * 8;
-        copy_async_16(unit_address(to, row, unit), source, valid);
+// A group of D/8 lanes copies a row, in PASSES rows a tile; lane p of a group keeps where row p of its group begins.
+template <int D> struct Loader {
+    static constexpr int UNITS = D / 8, ROWS_A_PASS = THREADS / UNITS, PASSES = TILE_KEYS / ROWS_A_PASS;
+    long long offset; // in halves; negative past the end
+
+    __device__ __forceinline__ void locate(const Cache &cache, const int *table, int first, int end) {
+        int pass = threadIdx.x % UNITS, token = first + threadIdx.x / UNITS + pass * ROWS_A_PASS;
+        offset = -1;
+        if (pass < PASSES && token < end) {
+            u32 block = (u32)token / cache.block_tokens, within = (u32)token - block * cache.block_tokens;
+            offset = (long long)table[block] * cache.block_stride + (long long)within * cache.token_stride;
+        }
     }
-}
+
+    __device__ __forceinline__ void load(u32 to, const f16 *from) const {
+        int unit = threadIdx.x % UNITS, row = threadIdx.x / UNITS;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++, row += ROWS_A_PASS) {
+            long long at = __shfl_sync(0xffffffffu, offset, pass, UNITS);
+            copy_async_16(unit_address(to, row, unit), from + (at < 0 ? 0 : at) + unit * 8, at >= 0);
+        }
+    }
+};
 
 DEVICE void add_product(float (&o)[64], const u32 (&a)[4], u64 b) { wgmma_64x128(o, a, b); }
 DEVICE void add_product(float (&o)[128], const u32 (&a)[4], u64 b) { wgmma_64x256(o, a, b); }
@@ -56,31 +65,33 @@ template <int D> DEVICE void start_scores(float (&s)[32], u32 q_tile, u32 k_tile
     wgmma_commit();
 }
 
-// Turns scores into weights; returns the factors by which earlier sums shrink.
-DEVICE void softmax(float (&s)[32], float (&largest)[2], float (&total)[2], float (&rescale)[2],
-                    int first, int position, float scale_log2) {
+// Turns scores into weights; returns the factors by which earlier sums shrink. Maxima are of raw scores; the scale goes into
+// the exponent's multiply-add.
+DEVICE void softmax(float (&s)[32], float (&largest)[2], float (&total)[2], float (&rescale)[2], int first, int position,
+                    float scale_log2) {
     int pair = threadIdx.x % 4;
-    bool inner = first + TILE_KEYS <= position + 1;
+    if (first + TILE_KEYS > position + 1) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            int key = first + i / 4 * 8 + pair * 2 + i % 2;
+            if (key > position + i / 2 % 2 * 8) s[i] = -1e30f;
+        }
+    }
     float m[2] = {largest[0], largest[1]};
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-        int key = first + i / 4 * 8 + pair * 2 + i % 2;
-        float score = s[i] * scale_log2;
-        if (!inner && key > position + i / 2 % 2 * 8) score = -1e30f;
-        s[i] = score;
-        m[i / 2 % 2] = fmaxf(m[i / 2 % 2], score);
-    }
+    for (int i = 0; i < 32; i++) m[i / 2 % 2] = fmaxf(m[i / 2 % 2], s[i]);
 #pragma unroll
     for (int row = 0; row < 2; row++) {
         m[row] = fmaxf(m[row], __shfl_xor_sync(0xffffffffu, m[row], 1));
         m[row] = fmaxf(m[row], __shfl_xor_sync(0xffffffffu, m[row], 2));
-        rescale[row] = exp2f(largest[row] - m[row]);
+        rescale[row] = exp2_fast((largest[row] - m[row]) * scale_log2);
         largest[row] = m[row];
         total[row] *= rescale[row];
     }
+    float shift[2] = {largest[0] * scale_log2, largest[1] * scale_log2};
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        s[i] = exp2f(s[i] - largest[i / 2 % 2]);
+        s[i] = exp2_fast(s[i] * scale_log2 - shift[i / 2 % 2]);
         total[i / 2 % 2] += s[i];
     }
 }
@@ -127,10 +138,13 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
         const f16 *from = q + (first_row + min(row, queries - 1)) * q_stride + head * D + unit * 8;
         copy_async_16(unit_address(q_tiles + row / 64 * TILE_BYTES, row % 64, unit), from, row < queries);
     }
-    load_keys<D>(k_tiles, keys, cache, table, 0, end);
+    Loader<D> loader;
+    loader.locate(cache, table, 0, end);
+    loader.load(k_tiles, keys);
     copy_async_commit();
-    load_keys<D>(v_tiles, values, cache, table, 0, end);
-    if (key_tiles > 1) load_keys<D>(k_tiles + TILE_BYTES, keys, cache, table, TILE_KEYS, end);
+    loader.load(v_tiles, values);
+    loader.locate(cache, table, TILE_KEYS, end); // from here on, of the tile whose K was or is loaded last
+    if (key_tiles > 1) loader.load(k_tiles + TILE_BYTES, keys);
     copy_async_commit();
 
     float o[D / 2], s[32];
@@ -156,13 +170,13 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
         copy_async_wait<0>();
         shared_write_fence();
         __syncthreads(); // K of j+1 and V of j are here; K of j and V of j-1 are done with
-        load_keys<D>(v_tiles + (j + 1) % 2 * TILE_BYTES, values, cache, table, (j + 1) * TILE_KEYS, end);
-        if (j + 2 < key_tiles)
-            load_keys<D>(k_tiles + j % 2 * TILE_BYTES, keys, cache, table, (j + 2) * TILE_KEYS, end);
-        copy_async_commit();
         wgmma_fence();
         start_scores<D>(s, q_tile, k_tiles + (j + 1) % 2 * TILE_BYTES);
         start_values<D>(o, p, v_tiles + j % 2 * TILE_BYTES);
+        loader.load(v_tiles + (j + 1) % 2 * TILE_BYTES, values);
+        loader.locate(cache, table, (j + 2) * TILE_KEYS, end);
+        if (j + 2 < key_tiles) loader.load(k_tiles + j % 2 * TILE_BYTES, keys);
+        copy_async_commit();
         wgmma_wait<1>();
         hold(s);
         softmax(s, largest, total, rescale, (j + 1) * TILE_KEYS, position, scale_log2);
@@ -170,8 +184,10 @@ DEVICE void attend(const f16 *q, int q_stride, const f16 *gate, int gate_stride,
         hold(o);
         hold(s); // p is free only now
         pack_weights(s, p);
+        if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) { // rare once the largest score was met
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
+            for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
+        }
     }
     copy_async_wait<0>();
     shared_write_fence();

@@ -198,11 +198,11 @@ impl DeltaPrefill {
         // SAFETY: the arguments are those of delta_prepare; pointers are the caller's promise.
         unsafe { stream.launch(&self.prepare, prepare, &args) }?;
 
-        // K Kᵀ and Q Kᵀ a key head; T, U and W a value head.
+        // Compulsory: K Kᵀ and Q Kᵀ a key head; T, U and W a value head.
         let products = u64::from(key_heads) * u64::from(chunk_count) * 4 * tile_flops
             + tiles * (4 * tile_flops + (CHUNK * CHUNK * CHUNK) as u64 * 2 / 3);
         let written = tiles * (4 * (CHUNK * HEAD) as u64 + 2 * (CHUNK * CHUNK) as u64 + 4 * CHUNK as u64);
-        let inner = Launch::grid([key_heads, chunk_count, 1], 128)
+        let inner = Launch::grid([heads, chunk_count, 1], 128)
             .shared(CHUNKS_SHARED)
             .overlapping()
             .cost(2 * rows * channels + written, products);
@@ -224,7 +224,7 @@ impl DeltaPrefill {
 
         let state_element = if shape.state_type == 0 { 4 } else { 2 };
         let state = 2 * state_element * work.pieces.len() as u64 * width * HEAD as u64;
-        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], 128)
+        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], 256)
             .shared(SCAN_SHARED + self.stages as u32 * SCAN_STAGE)
             .overlapping()
             .cost(
