@@ -14,9 +14,9 @@ use super::kernels::delta::Delta;
 use super::kernels::norm::{Addend, Norms};
 use super::kernels::sample::{Logits, Samplers, Sink};
 use super::launch::Stream;
-use super::linear::PlainLinear;
 use super::matrix::{Matrix, Output};
 use super::prefill_attention::{Gate, PagedKv, PrefillAttention, Rows, Tiles};
+use super::products::Products;
 use super::weights::{AttentionWeights, DeltaWeights, GpuWeights, MixerWeights, Parts};
 use crate::engine::config::CacheDtype;
 use crate::engine::device::CachePlan;
@@ -82,7 +82,7 @@ pub struct Forward {
     spec: ModelSpec,
     limits: Limits,
     norms: Norms,
-    linear: PlainLinear,
+    linear: Products,
     delta: Option<Delta>,
     /// Prompt chunks of delta nets with heads of 128 x 128; others run token by token.
     delta_chunks: Option<DeltaPrefill>,
@@ -200,7 +200,12 @@ impl Forward {
         };
         Ok(Self {
             norms: Norms::new(gpu, hidden, spec.norm_eps)?,
-            linear: PlainLinear::new(gpu)?,
+            linear: Products::new(
+                gpu,
+                limits.rows.max(limits.outputs),
+                2 * spec.intermediate_size,
+                limits.portable,
+            )?,
             samplers: Samplers::new(gpu, limits.outputs)?,
             spec: spec.clone(),
             weights,

@@ -132,6 +132,16 @@ impl Stream {
         Ok(Self { gpu: gpu.clone(), raw, overlap: Cell::new(true), recording: RefCell::new(None) })
     }
 
+    /// The driver's handle, for libraries that queue work of their own.
+    pub fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// Notes work that a library queued, as `launch` does for a kernel.
+    pub fn note_library(&self, name: &'static str, cost: LaunchCost) -> Result<()> {
+        self.note(Launched { name, cost })
+    }
+
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }

@@ -6,6 +6,7 @@
 pub mod batch;
 pub mod ceilings;
 pub mod compile;
+pub mod cublaslt;
 pub mod delta_prefill;
 pub mod device;
 pub mod driver;
@@ -17,6 +18,7 @@ pub mod linear;
 pub mod matrix;
 pub mod nvrtc;
 pub mod prefill_attention;
+pub mod products;
 pub mod session;
 pub mod units;
 pub mod upload;

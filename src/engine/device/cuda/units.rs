@@ -100,8 +100,24 @@ pub const DELTA_PREFILL: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const PRODUCTS: Unit = Unit {
+    file: "products.cu",
+    source: include_str!("../../../../cuda/products.cu"),
+    defines: &[],
+    hot: &[
+        "product_stream_8",
+        "product_stream_16",
+        "product_stream_32",
+        "product_tile_64",
+        "product_tile_128",
+    ],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
 /// All of them.
 pub const ALL: &[&Unit] = &[
+    &PRODUCTS,
     &NORM,
     &DELTA,
     &ATTENTION,

@@ -1,0 +1,272 @@
+//! Launches of the products (cuda/products.cu), and the choice among them.
+//!
+//! | rows of x | product |
+//! |---|---|
+//! | few (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
+//! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
+//! | any, odd shapes | `linear` (cuda/linear.cu) |
+
+use super::cublaslt::CublasLt;
+use super::driver::plain::Plain;
+use super::driver::{DeviceBuffer, Gpu, Kernel};
+use super::launch::{Arg, Launch, Stream, bytes_of};
+use super::linear::PlainLinear;
+use super::matrix::{Matrix, MatrixFormat, Output};
+use super::units;
+use crate::{Error, Result};
+
+/// Rows from which cuBLASLt is the faster one.
+const LIBRARY_ROWS: usize = 9;
+/// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
+const SILU_ROWS: usize = 1024;
+/// Shared memory of `product_tile_*`: three stages of (rows + 128) rows of 128 bytes.
+const fn tile_shared(rows: u32) -> u32 {
+    3 * (rows + 128) * 128
+}
+
+/// `Product` of cuda/product.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Arguments {
+    x: u64,
+    w: u64,
+    scales: u64,
+    bias: u64,
+    y: u64,
+    part_stride: u64,
+    rows: u32,
+    n: u32,
+    k: u32,
+    stride: u32,
+    output: u32,
+    parts: u32,
+    group: u32,
+    padding: u32,
+}
+
+// SAFETY: integers only, and the last field makes the size a multiple of the alignment: no padding.
+unsafe impl Plain for Arguments {}
+
+pub struct Products {
+    stream: [Kernel; 3],
+    tile: [Kernel; 2],
+    silu: Kernel,
+    bias: Kernel,
+    plain: PlainLinear,
+    library: Option<CublasLt>,
+    /// fp16 [rows up to SILU_ROWS, columns of gate and up], with cuBLASLt.
+    gate_up: Option<DeviceBuffer>,
+    multiprocessors: usize,
+}
+
+impl Products {
+    /// For steps of at most `rows` rows, with gate and up matrices of at most `gate_up` rows. `portable`: none but
+    /// our own kernels.
+    ///
+    /// # Errors
+    /// A cuBLASLt that does not work; a full GPU.
+    pub fn new(gpu: &Gpu, rows: usize, gate_up: usize, portable: bool) -> Result<Self> {
+        let unit = &units::PRODUCTS;
+        let library = if portable { None } else { CublasLt::open(gpu)? };
+        let scratch = (2 * rows.min(SILU_ROWS) * gate_up) as u64;
+        Ok(Self {
+            stream: [
+                gpu.kernel(unit, "product_stream_8")?,
+                gpu.kernel(unit, "product_stream_16")?,
+                gpu.kernel(unit, "product_stream_32")?,
+            ],
+            tile: [gpu.kernel(unit, "product_tile_64")?, gpu.kernel(unit, "product_tile_128")?],
+            silu: gpu.kernel(unit, "product_silu")?,
+            bias: gpu.kernel(unit, "product_bias")?,
+            plain: PlainLinear::new(gpu)?,
+            gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
+            library,
+            multiprocessors: gpu.facts().multiprocessors as usize,
+        })
+    }
+
+    /// Queues y = x Wᵀ + bias for x fp16 [rows, W's columns]. Returns the parts written (1 unless the output is parts).
+    ///
+    /// # Safety
+    /// `x` and the output are valid for `rows` rows until the work is done.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        x: u64,
+        rows: usize,
+        w: &Matrix,
+        output: Output,
+    ) -> Result<usize> {
+        if w.format != MatrixFormat::F16 {
+            return Err(Error::failed("these products take 16-bit matrices", ""));
+        }
+        let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
+        let few = if self.library.is_some() { LIBRARY_ROWS - 1 } else { 32 };
+        // SAFETY: the caller's promise, for each.
+        unsafe {
+            if streams && rows <= few {
+                self.few_rows(stream, x, rows, w, output)
+            } else if let Some(library) = self.library.as_ref().filter(|_| w.rows % 8 == 0 && w.cols % 8 == 0) {
+                self.by_library(stream, library, x, rows, w, output)
+            } else if w.rows % 16 == 0 && w.cols % 8 == 0 {
+                self.many_rows(stream, x, rows, w, output)
+            } else {
+                self.plain.launch(stream, x, rows, w, output)
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn few_rows(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+        let units = w.rows / 16;
+        let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, output);
+        let kernel = &self.stream[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
+        let grid = [units as u32, parts as u32, 1];
+        // SAFETY: the caller's promise; the shape was checked.
+        unsafe { self.put(stream, kernel, Launch::grid(grid, 256), x, rows, w, output, parts)? };
+        Ok(parts)
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn many_rows(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+        let tall = usize::from(rows > 64);
+        let tile_rows = [64, 128][tall];
+        let tiles = [rows.div_ceil(tile_rows), w.rows.div_ceil(128)];
+        let parts = parts_for(tiles[0] * tiles[1], w.cols.div_ceil(64), 4, self.multiprocessors, output);
+        let launch = Launch::grid([tiles[0] as u32, tiles[1] as u32, parts as u32], 256)
+            .shared(tile_shared(tile_rows as u32));
+        // SAFETY: the caller's promise; the shape was checked.
+        unsafe { self.put(stream, &self.tile[tall], launch, x, rows, w, output, parts)? };
+        Ok(parts)
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn put(
+        &self,
+        stream: &Stream,
+        kernel: &Kernel,
+        launch: Launch,
+        x: u64,
+        rows: usize,
+        w: &Matrix,
+        output: Output,
+        parts: usize,
+    ) -> Result<()> {
+        let (kind, y, stride, part_stride, element) = destination(w, output);
+        let arguments = Arguments {
+            x,
+            w: w.weights.pointer(),
+            scales: 0,
+            bias: w.bias.as_ref().map_or(0, DeviceBuffer::pointer),
+            y,
+            part_stride: part_stride as u64,
+            rows: rows as u32,
+            n: w.rows as u32,
+            k: w.cols as u32,
+            stride: stride as u32,
+            output: kind,
+            parts: parts as u32,
+            group: 0,
+            padding: 0,
+        };
+        let bytes = w.bytes() + (rows * (2 * w.cols + parts * element * w.rows)) as u64;
+        let flops = 2 * (rows * w.rows * w.cols) as u64;
+        let launch = launch.overlapping().cost(bytes, flops);
+        // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
+        unsafe { stream.launch(kernel, launch, &[Arg::Struct(bytes_of(&[arguments]))]) }
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn by_library(
+        &self,
+        stream: &Stream,
+        library: &CublasLt,
+        x: u64,
+        rows: usize,
+        w: &Matrix,
+        output: Output,
+    ) -> Result<usize> {
+        let weights = w.weights.pointer();
+        let (kind, y, stride, _, _) = destination(w, output);
+        let bias = w.bias.as_ref().map_or(0, DeviceBuffer::pointer);
+        // SAFETY: the caller's promise; `gate_up` holds SILU_ROWS rows, or all there ever are.
+        unsafe {
+            let add_bias = |y: u64, rows: usize, stride: usize, half: bool| -> Result<()> {
+                if bias == 0 {
+                    return Ok(());
+                }
+                let launch =
+                    Launch::grid([w.rows.div_ceil(256) as u32, rows as u32, 1], 256).overlapping().cost(
+                        (rows * w.rows * if half { 4 } else { 8 }) as u64,
+                        (rows * w.rows) as u64,
+                    );
+                let args: [Arg; 5] =
+                    [y.into(), bias.into(), (w.rows as u32).into(), (stride as u32).into(), u32::from(half).into()];
+                stream.launch(&self.bias, launch, &args)
+            };
+            if kind != 2 {
+                let float = kind != 0;
+                library.product(stream, x, weights, y, (rows, w.rows, w.cols), stride, float)?;
+                add_bias(y, rows, stride, !float)?;
+                return Ok(1);
+            }
+            let Some(scratch) = &self.gate_up else {
+                return Err(Error::failed("no room for gate and up", ""));
+            };
+            let columns = w.rows / 2;
+            let most = (scratch.bytes() as usize / (2 * w.rows)).max(1);
+            for first in (0..rows).step_by(most) {
+                let count = most.min(rows - first);
+                let from = x + 2 * (first * w.cols) as u64;
+                let between = scratch.pointer();
+                library.product(stream, from, weights, between, (count, w.rows, w.cols), w.rows, false)?;
+                add_bias(between, count, w.rows, true)?;
+                let launch = Launch::grid([columns.div_ceil(8 * 256) as u32, count as u32, 1], 256)
+                    .overlapping()
+                    .cost((count * columns * 6) as u64, (count * columns * 5) as u64);
+                let to = y + 2 * (first * stride) as u64;
+                let args: [Arg; 4] = [between.into(), to.into(), (columns as u32).into(), (stride as u32).into()];
+                stream.launch(&self.silu, launch, &args)?;
+            }
+        }
+        Ok(1)
+    }
+}
+
+/// Kind, address, stride, stride of parts and bytes of an element for each element of W's rows.
+fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
+    match output {
+        Output::Half { to, stride } => (0, to, stride, 0, 2),
+        Output::Float { to, stride } => (1, to, stride, 0, 4),
+        Output::SiluMul { to, stride } => (2, to, stride, 0, 1),
+        Output::Partials { to, part_stride, .. } => (3, to, w.rows, part_stride, 4),
+    }
+}
+
+/// Parts of k: as many as fill the GPU, if the output takes parts, of no fewer than `least` blocks each.
+fn parts_for(tiles: usize, blocks: usize, least: usize, multiprocessors: usize, output: Output) -> usize {
+    let Output::Partials { max_parts, .. } = output else { return 1 };
+    let wanted = multiprocessors.div_ceil(tiles.max(1));
+    wanted.min(max_parts).min(blocks / least).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_fill_the_gpu_and_stay_within_the_output() {
+        let parts = |max_parts| Output::Partials { to: 0, part_stride: 0, max_parts };
+        assert_eq!(parts_for(160, 144, 8, 132, parts(8)), 1);
+        assert_eq!(parts_for(40, 144, 8, 132, parts(8)), 4);
+        assert_eq!(parts_for(40, 144, 8, 132, parts(2)), 2);
+        assert_eq!(parts_for(40, 9, 8, 132, parts(8)), 1);
+        assert_eq!(parts_for(4, 4, 8, 132, parts(8)), 1);
+        assert_eq!(parts_for(4, 144, 8, 132, Output::Half { to: 0, stride: 8 }), 1);
+    }
+}

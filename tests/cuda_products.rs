@@ -1,0 +1,169 @@
+//! Products on the GPU against plain loops in f64: every kind of output, every kernel, odd numbers of rows and columns.
+//! Skipped loudly where there is no usable GPU.
+
+use half::f16;
+use inferwall::engine::device::cuda::driver::Gpu;
+use inferwall::engine::device::cuda::launch::Stream;
+use inferwall::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
+use inferwall::engine::device::cuda::products::Products;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+fn gpu(test: &str) -> Option<Gpu> {
+    match Gpu::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            eprintln!("SKIPPED {test}: {error}");
+            None
+        }
+    }
+}
+
+fn halves(rng: &mut ChaCha8Rng, count: usize, scale: f32) -> Vec<f16> {
+    (0..count).map(|_| f16::from_f32(rng.random_range(-scale..scale))).collect()
+}
+
+fn bits(values: &[f16]) -> Vec<u16> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// x Wᵀ + bias in f64, [rows, n].
+fn reference(x: &[f16], w: &[f16], bias: &[f32], (rows, n, k): (usize, usize, usize)) -> Vec<f64> {
+    let (x, w): (Vec<f64>, Vec<f64>) = (x.iter().map(|v| v.to_f64()).collect(), w.iter().map(|v| v.to_f64()).collect());
+    let mut y = Vec::with_capacity(rows * n);
+    for row in 0..rows {
+        for column in 0..n {
+            let (x, w) = (&x[row * k..][..k], &w[column * k..][..k]);
+            let sum: f64 = x.iter().zip(w).map(|(a, b)| a * b).sum();
+            y.push(sum + bias.get(column).map_or(0.0, |&b| f64::from(b)));
+        }
+    }
+    y
+}
+
+/// ||found - expected|| / ||expected||, NaN if a value is.
+fn distance(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let apart = square(&mut found.iter().zip(expected).map(|(a, b)| a - b));
+    (apart / square(&mut expected.iter().copied())).sqrt()
+}
+
+const POISON: u16 = 0x7e00;
+
+struct Case<'a> {
+    gpu: &'a Gpu,
+    stream: &'a Stream,
+    products: &'a Products,
+    x: u64,
+    rows: usize,
+    matrix: &'a Matrix,
+}
+
+impl Case<'_> {
+    /// Runs with `elements` poisoned fp16 or fp32 values as output, and gives them back with the parts.
+    fn run(&self, elements: usize, float: bool, output: impl FnOnce(u64) -> Output) -> (Vec<f64>, usize) {
+        let to = self.gpu.upload(&vec![POISON; elements * if float { 2 } else { 1 }]).unwrap();
+        let poisoned = vec![f32::NAN; if float { elements } else { 0 }];
+        to.write(0, &poisoned).unwrap();
+        // SAFETY: x holds the rows, the output as many elements as its kind needs, and both outlive the wait.
+        let parts =
+            unsafe { self.products.launch(self.stream, self.x, self.rows, self.matrix, output(to.pointer())) }.unwrap();
+        self.stream.synchronize().unwrap();
+        let values = if float {
+            to.read::<f32>(0, elements).unwrap().into_iter().map(f64::from).collect()
+        } else {
+            let bits = to.read::<u16>(0, elements).unwrap();
+            bits.into_iter().map(|bits| f16::from_bits(bits).to_f64()).collect()
+        };
+        (values, parts)
+    }
+}
+
+fn check(gpu: &Gpu, products: &Products, (rows, n, k): (usize, usize, usize), with_bias: bool, label: &str) {
+    let stream = Stream::new(gpu).unwrap();
+    let mut rng = ChaCha8Rng::seed_from_u64((rows * 7919 + n * 31 + k) as u64);
+    let (x, w) = (halves(&mut rng, rows * k, 1.0), halves(&mut rng, n * k, 0.1));
+    let bias: Vec<f32> = (0..if with_bias { n } else { 0 }).map(|_| rng.random_range(-1.0..1.0)).collect();
+    let expected = reference(&x, &w, &bias, (rows, n, k));
+    let on_gpu = gpu.upload(&bits(&x)).unwrap();
+    let matrix = Matrix {
+        format: MatrixFormat::F16,
+        rows: n,
+        cols: k,
+        weights: gpu.upload(&bits(&w)).unwrap(),
+        scales: None,
+        bias: if with_bias { Some(gpu.upload(&bias).unwrap()) } else { None },
+    };
+    let case = Case { gpu, stream: &stream, products, x: on_gpu.pointer(), rows, matrix: &matrix };
+    let what = format!("{label}: {rows} rows, {n} x {k}");
+
+    // Rows of the output are further apart than they are long; what lies between is left alone.
+    let stride = n.next_multiple_of(8) + 8;
+    let dense = |values: &[f64], stride: usize, width: usize| -> Vec<f64> {
+        for row in values.chunks(stride) {
+            assert!(row[width..].iter().all(|v| v.is_nan()), "{what}: wrote past a row");
+        }
+        values.chunks(stride).flat_map(|row| row[..width].to_vec()).collect()
+    };
+    let (found, parts) = case.run(rows * stride, false, |to| Output::Half { to, stride });
+    assert_eq!(parts, 1);
+    let error = distance(&dense(&found, stride, n), &expected);
+    assert!(error < 1e-3, "{what}: half: {error}");
+
+    let (found, _) = case.run(rows * stride, true, |to| Output::Float { to, stride });
+    let error = distance(&dense(&found, stride, n), &expected);
+    assert!(error < 1e-5, "{what}: float: {error}");
+
+    let (part_stride, max_parts) = (rows * n, 8);
+    let (found, parts) =
+        case.run(max_parts * part_stride, true, |to| Output::Partials { to, part_stride, max_parts });
+    assert!((1..=max_parts).contains(&parts), "{what}: {parts} parts");
+    if !with_bias {
+        let sums: Vec<f64> =
+            (0..part_stride).map(|i| found.iter().skip(i).step_by(part_stride).take(parts).sum()).collect();
+        let error = distance(&sums, &expected);
+        assert!(error < 1e-5, "{what}: {parts} parts: {error}");
+    }
+
+    if n % 16 == 0 {
+        let width = n / 2;
+        let stride = width + 8;
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let gated: Vec<f64> = (0..rows * width)
+            .map(|i| {
+                let (row, column) = (i / width, i % width);
+                let at = row * n + column / 8 * 16 + column % 8;
+                silu(expected[at]) * expected[at + 8]
+            })
+            .collect();
+        let (found, _) = case.run(rows * stride, false, |to| Output::SiluMul { to, stride });
+        let error = distance(&dense(&found, stride, width), &gated);
+        assert!(error < 3e-3, "{what}: silu: {error}");
+    }
+}
+
+const SHAPES: [(usize, usize); 7] =
+    [(16, 64), (48, 320), (2560, 256), (272, 2560), (144, 9216), (208, 264), (24, 72)];
+
+#[test]
+fn products_of_own_kernels_agree_with_plain_loops() {
+    let Some(gpu) = gpu("products_of_own_kernels_agree_with_plain_loops") else { return };
+    let products = Products::new(&gpu, 300, 2 * 2560, true).unwrap();
+    for (n, k) in SHAPES {
+        for rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 129, 200] {
+            check(&gpu, &products, (rows, n, k), rows == 7 && n % 16 == 0, "own");
+        }
+    }
+}
+
+#[test]
+fn products_with_the_library_agree_with_plain_loops() {
+    let Some(gpu) = gpu("products_with_the_library_agree_with_plain_loops") else { return };
+    let products = Products::new(&gpu, 300, 2 * 2560, false).unwrap();
+    for (n, k) in SHAPES {
+        for rows in [1, 5, 9, 33, 128, 200] {
+            check(&gpu, &products, (rows, n, k), rows == 33 && n % 16 == 0, "library");
+        }
+    }
+}
