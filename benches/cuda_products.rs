@@ -89,7 +89,7 @@ fn main() -> Result<()> {
     let roof = inferwall::engine::device::cuda::ceilings::measure(&gpu)?;
     let mut lines = Vec::new();
     for portable in [false, true] {
-        let products = Products::new(&gpu, *rows.iter().max().unwrap_or(&1), 18432, portable)?;
+        let products = Products::new(&gpu, *rows.iter().max().unwrap_or(&1), 18432, 0, portable)?;
         for &rows in &rows {
             for (name, n, k, kind) in SHAPES {
                 let seconds = time(&gpu, &products, rows, (n, k), kind)?;

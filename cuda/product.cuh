@@ -19,6 +19,7 @@ struct Product {
     u32 output;
     u32 parts;
     u32 group;         // 4-bit only: columns that share a scale
+    u32 zero_points;   // 4-bit only: 0 when all are 8
 };
 
 DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
@@ -130,6 +131,36 @@ template <class Weights, int TILES, int LOADS> DEVICE void stream_product(const 
 
 DEVICE u32 tile_place(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) * 16); }
 
+// A warp's 16*MT rows from row0 by 32 columns from n0, in mma's layout, to where they go.
+template <int MT> DEVICE void tile_output(const Product &p, const float (&acc)[MT][4][4], u32 row0, u32 n0) {
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 row = row0 + m * 16 + half * 8 + ((threadIdx.x & 31) >> 2);
+            if (row >= p.rows) continue;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                u32 column = n0 + n * 8 + 2 * (threadIdx.x & 3);
+                if (column >= p.n) continue;
+                float v0 = acc[m][n][2 * half], v1 = acc[m][n][2 * half + 1];
+                if (p.bias) v0 += p.bias[column], v1 += p.bias[column + 1];
+                if (p.output == OUTPUT_HALF) {
+                    *(u32 *)((f16 *)p.y + (u64)row * p.stride + column) = pack_half2(v0, v1);
+                } else if (p.output == OUTPUT_SILU) {
+                    if (n & 1) continue; // gate in this tile of 8, up in the next
+                    float u0 = acc[m][n | 1][2 * half], u1 = acc[m][n | 1][2 * half + 1];
+                    if (p.bias) u0 += p.bias[column + 8], u1 += p.bias[column + 9];
+                    u32 to = (n0 + n * 8) / 2 + 2 * (threadIdx.x & 3);
+                    *(u32 *)((f16 *)p.y + (u64)row * p.stride + to) = pack_half2(silu(v0) * u0, silu(v1) * u1);
+                } else {
+                    float2 pair = make_float2(v0, v1);
+                    *(float2 *)((float *)p.y + blockIdx.z * p.part_stride + (u64)row * p.stride + column) = pair;
+                }
+            }
+        }
+}
+
 template <class Weights, int ROWS> DEVICE void tile_product(const Product &p) {
     extern __shared__ __align__(128) u8 shared[];
     constexpr int MT = ROWS / 32, X_BYTES = ROWS * 128, STAGE = X_BYTES + TILE_N * 128;
@@ -178,30 +209,5 @@ template <class Weights, int ROWS> DEVICE void tile_product(const Product &p) {
                 for (int n = 0; n < 4; n++) mma_16x8x16(acc[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
     }
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 row = row0 + wm * (ROWS / 2) + m * 16 + half * 8 + (lane >> 2);
-            if (row >= p.rows) continue;
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                u32 column = n0 + wn * 32 + n * 8 + 2 * (lane & 3);
-                if (column >= p.n) continue;
-                float v0 = acc[m][n][2 * half], v1 = acc[m][n][2 * half + 1];
-                if (p.bias) v0 += p.bias[column], v1 += p.bias[column + 1];
-                if (p.output == OUTPUT_HALF) {
-                    *(u32 *)((f16 *)p.y + (u64)row * p.stride + column) = pack_half2(v0, v1);
-                } else if (p.output == OUTPUT_SILU) {
-                    if (n & 1) continue; // gate in this tile of 8, up in the next
-                    float u0 = acc[m][n | 1][2 * half], u1 = acc[m][n | 1][2 * half + 1];
-                    if (p.bias) u0 += p.bias[column + 8], u1 += p.bias[column + 9];
-                    u32 to = (n0 + wn * 32 + n * 8) / 2 + 2 * (lane & 3);
-                    *(u32 *)((f16 *)p.y + (u64)row * p.stride + to) = pack_half2(silu(v0) * u0, silu(v1) * u1);
-                } else {
-                    float2 pair = make_float2(v0, v1);
-                    *(float2 *)((float *)p.y + blockIdx.z * p.part_stride + (u64)row * p.stride + column) = pair;
-                }
-            }
-        }
+    tile_output<MT>(p, acc, row0 + wm * (ROWS / 2), n0 + wn * 32);
 }

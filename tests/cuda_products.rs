@@ -149,7 +149,7 @@ const SHAPES: [(usize, usize); 7] =
 #[test]
 fn products_of_own_kernels_agree_with_plain_loops() {
     let Some(gpu) = gpu("products_of_own_kernels_agree_with_plain_loops") else { return };
-    let products = Products::new(&gpu, 300, 2 * 2560, true).unwrap();
+    let products = Products::new(&gpu, 300, 2 * 2560, 0, true).unwrap();
     for (n, k) in SHAPES {
         for rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 129, 200] {
             check(&gpu, &products, (rows, n, k), rows == 7 && n % 16 == 0, "own");
@@ -160,7 +160,7 @@ fn products_of_own_kernels_agree_with_plain_loops() {
 #[test]
 fn products_with_the_library_agree_with_plain_loops() {
     let Some(gpu) = gpu("products_with_the_library_agree_with_plain_loops") else { return };
-    let products = Products::new(&gpu, 300, 2 * 2560, false).unwrap();
+    let products = Products::new(&gpu, 300, 2 * 2560, 0, false).unwrap();
     for (n, k) in SHAPES {
         for rows in [1, 5, 9, 33, 128, 200] {
             check(&gpu, &products, (rows, n, k), rows == 33 && n % 16 == 0, "library");

@@ -204,6 +204,7 @@ impl Forward {
                 gpu,
                 limits.rows.max(limits.outputs),
                 2 * spec.intermediate_size,
+                weights.int4_elements(),
                 limits.portable,
             )?,
             samplers: Samplers::new(gpu, limits.outputs)?,

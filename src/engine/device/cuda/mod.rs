@@ -11,6 +11,7 @@ pub mod delta_prefill;
 pub mod device;
 pub mod driver;
 pub mod forward;
+pub mod int4;
 pub mod kernels;
 pub mod launch;
 pub mod libraries;

@@ -5,6 +5,9 @@
 //! | few (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
+//!
+//! 4-bit matrices (cuda/int4.cu): `int4_stream_*` to 32 rows, then `int4_tile_*`; prompts of many rows expand the matrix
+//! once and leave the product to cuBLASLt.
 
 use super::cublaslt::CublasLt;
 use super::driver::plain::Plain;
@@ -19,6 +22,12 @@ use crate::{Error, Result};
 const LIBRARY_ROWS: usize = 9;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
+/// Rows from which expanding a 4-bit matrix costs less than cuBLASLt gains over `int4_tile_128`.
+const EXPAND_ROWS: usize = 512;
+/// Shared memory of `int4_tile_*`: four stages of that many rows of 128 bytes and eight units of 512.
+const fn int4_shared(rows: u32) -> u32 {
+    4 * (rows * 128 + 8 * 512)
+}
 /// Shared memory of `product_tile_*`: three stages of (rows + 128) rows of 128 bytes.
 const fn tile_shared(rows: u32) -> u32 {
     3 * (rows + 128) * 128
@@ -41,7 +50,7 @@ struct Arguments {
     output: u32,
     parts: u32,
     group: u32,
-    padding: u32,
+    zero_points: u32,
 }
 
 // SAFETY: integers only, and the last field makes the size a multiple of the alignment: no padding.
@@ -50,23 +59,28 @@ unsafe impl Plain for Arguments {}
 pub struct Products {
     stream: [Kernel; 3],
     tile: [Kernel; 2],
+    int4_stream: [Kernel; 3],
+    int4_tile: [Kernel; 2],
+    expand: Kernel,
     silu: Kernel,
     bias: Kernel,
     plain: PlainLinear,
     library: Option<CublasLt>,
     /// fp16 [rows up to SILU_ROWS, columns of gate and up], with cuBLASLt.
     gate_up: Option<DeviceBuffer>,
+    /// fp16 room for the largest 4-bit matrix, with cuBLASLt.
+    expanded: Option<DeviceBuffer>,
     multiprocessors: usize,
 }
 
 impl Products {
-    /// For steps of at most `rows` rows, with gate and up matrices of at most `gate_up` rows. `portable`: none but
-    /// our own kernels.
+    /// For steps of at most `rows` rows, with gate and up matrices of at most `gate_up` rows and 4-bit matrices of at
+    /// most `int4_elements`. `portable`: none but our own kernels.
     ///
     /// # Errors
     /// A cuBLASLt that does not work; a full GPU.
-    pub fn new(gpu: &Gpu, rows: usize, gate_up: usize, portable: bool) -> Result<Self> {
-        let unit = &units::PRODUCTS;
+    pub fn new(gpu: &Gpu, rows: usize, gate_up: usize, int4_elements: usize, portable: bool) -> Result<Self> {
+        let (unit, int4) = (&units::PRODUCTS, &units::INT4);
         let library = if portable { None } else { CublasLt::open(gpu)? };
         let scratch = (2 * rows.min(SILU_ROWS) * gate_up) as u64;
         Ok(Self {
@@ -76,10 +90,22 @@ impl Products {
                 gpu.kernel(unit, "product_stream_32")?,
             ],
             tile: [gpu.kernel(unit, "product_tile_64")?, gpu.kernel(unit, "product_tile_128")?],
+            int4_stream: [
+                gpu.kernel(int4, "int4_stream_8")?,
+                gpu.kernel(int4, "int4_stream_16")?,
+                gpu.kernel(int4, "int4_stream_32")?,
+            ],
+            int4_tile: [gpu.kernel(int4, "int4_tile_64")?, gpu.kernel(int4, "int4_tile_128")?],
+            expand: gpu.kernel(int4, "int4_expand")?,
             silu: gpu.kernel(unit, "product_silu")?,
             bias: gpu.kernel(unit, "product_bias")?,
             plain: PlainLinear::new(gpu)?,
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
+            expanded: if library.is_some() && int4_elements > 0 && rows >= EXPAND_ROWS {
+                Some(gpu.allocate(2 * int4_elements as u64)?)
+            } else {
+                None
+            },
             library,
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
@@ -97,19 +123,20 @@ impl Products {
         w: &Matrix,
         output: Output,
     ) -> Result<usize> {
-        if w.format != MatrixFormat::F16 {
-            return Err(Error::failed("these products take 16-bit matrices", ""));
+        if matches!(w.format, MatrixFormat::Int4 { .. }) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.int4(stream, x, rows, w, output) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
         let few = if self.library.is_some() { LIBRARY_ROWS - 1 } else { 32 };
         // SAFETY: the caller's promise, for each.
         unsafe {
             if streams && rows <= few {
-                self.few_rows(stream, x, rows, w, output)
+                self.few_rows(stream, &self.stream, x, rows, w, output)
             } else if let Some(library) = self.library.as_ref().filter(|_| w.rows % 8 == 0 && w.cols % 8 == 0) {
-                self.by_library(stream, library, x, rows, w, output)
+                self.by_library(stream, library, w.weights.pointer(), x, rows, w, output)
             } else if w.rows % 16 == 0 && w.cols % 8 == 0 {
-                self.many_rows(stream, x, rows, w, output)
+                self.many_rows(stream, &self.tile, tile_shared, x, rows, w, output)
             } else {
                 self.plain.launch(stream, x, rows, w, output)
             }
@@ -118,10 +145,41 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn few_rows(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+    unsafe fn int4(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+        let MatrixFormat::Int4 { group, zero_points } = w.format else {
+            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+        };
+        let expanded = self.expanded.as_ref().filter(|room| room.bytes() >= (2 * w.rows * w.cols) as u64);
+        // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
+        unsafe {
+            if rows <= 32 {
+                return self.few_rows(stream, &self.int4_stream, x, rows, w, output);
+            }
+            let (Some(library), Some(expanded), true) = (&self.library, expanded, rows >= EXPAND_ROWS) else {
+                return self.many_rows(stream, &self.int4_tile, int4_shared, x, rows, w, output);
+            };
+            let words = (w.rows * w.cols / 32) as u64;
+            let launch = Launch::new(words.div_ceil(256) as u32, 256).overlapping();
+            let args: [Arg; 7] = [
+                (&w.weights).into(),
+                w.scales.as_ref().map_or(0, DeviceBuffer::pointer).into(),
+                expanded.into(),
+                (w.rows as u32).into(),
+                (w.cols as u32).into(),
+                (group as u32).into(),
+                u32::from(zero_points).into(),
+            ];
+            stream.launch(&self.expand, launch.cost(w.bytes() + 64 * words, 0), &args)?;
+            self.by_library(stream, library, expanded.pointer(), x, rows, w, output)
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn few_rows(&self, stream: &Stream, kernels: &[Kernel; 3], x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
         let units = w.rows / 16;
         let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, output);
-        let kernel = &self.stream[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
+        let kernel = &kernels[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
         let grid = [units as u32, parts as u32, 1];
         // SAFETY: the caller's promise; the shape was checked.
         unsafe { self.put(stream, kernel, Launch::grid(grid, 256), x, rows, w, output, parts)? };
@@ -130,15 +188,16 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn many_rows(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn many_rows(&self, stream: &Stream, kernels: &[Kernel; 2], shared: fn(u32) -> u32, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
         let tall = usize::from(rows > 64);
         let tile_rows = [64, 128][tall];
         let tiles = [rows.div_ceil(tile_rows), w.rows.div_ceil(128)];
         let parts = parts_for(tiles[0] * tiles[1], w.cols.div_ceil(64), 4, self.multiprocessors, output);
         let launch = Launch::grid([tiles[0] as u32, tiles[1] as u32, parts as u32], 256)
-            .shared(tile_shared(tile_rows as u32));
+            .shared(shared(tile_rows as u32));
         // SAFETY: the caller's promise; the shape was checked.
-        unsafe { self.put(stream, &self.tile[tall], launch, x, rows, w, output, parts)? };
+        unsafe { self.put(stream, &kernels[tall], launch, x, rows, w, output, parts)? };
         Ok(parts)
     }
 
@@ -157,10 +216,14 @@ impl Products {
         parts: usize,
     ) -> Result<()> {
         let (kind, y, stride, part_stride, element) = destination(w, output);
+        let (group, zero_points) = match w.format {
+            MatrixFormat::F16 => (0, 0),
+            MatrixFormat::Int4 { group, zero_points } => (group as u32, u32::from(zero_points)),
+        };
         let arguments = Arguments {
             x,
             w: w.weights.pointer(),
-            scales: 0,
+            scales: w.scales.as_ref().map_or(0, DeviceBuffer::pointer),
             bias: w.bias.as_ref().map_or(0, DeviceBuffer::pointer),
             y,
             part_stride: part_stride as u64,
@@ -170,8 +233,8 @@ impl Products {
             stride: stride as u32,
             output: kind,
             parts: parts as u32,
-            group: 0,
-            padding: 0,
+            group,
+            zero_points,
         };
         let bytes = w.bytes() + (rows * (2 * w.cols + parts * element * w.rows)) as u64;
         let flops = 2 * (rows * w.rows * w.cols) as u64;
@@ -186,12 +249,12 @@ impl Products {
         &self,
         stream: &Stream,
         library: &CublasLt,
+        weights: u64,
         x: u64,
         rows: usize,
         w: &Matrix,
         output: Output,
     ) -> Result<usize> {
-        let weights = w.weights.pointer();
         let (kind, y, stride, _, _) = destination(w, output);
         let bias = w.bias.as_ref().map_or(0, DeviceBuffer::pointer);
         // SAFETY: the caller's promise; `gate_up` holds SILU_ROWS rows, or all there ever are.

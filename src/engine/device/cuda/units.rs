@@ -115,9 +115,19 @@ pub const PRODUCTS: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const INT4: Unit = Unit {
+    file: "int4.cu",
+    source: include_str!("../../../../cuda/int4.cu"),
+    defines: &[],
+    hot: &["int4_stream_8", "int4_stream_16", "int4_stream_32", "int4_tile_64", "int4_tile_128"],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
 /// All of them.
 pub const ALL: &[&Unit] = &[
     &PRODUCTS,
+    &INT4,
     &NORM,
     &DELTA,
     &ATTENTION,

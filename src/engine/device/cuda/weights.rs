@@ -2,6 +2,7 @@
 //! where their formats allow, gate and up rows take turns, norm weights are fp32 with the one already added.
 
 use super::driver::{DeviceBuffer, Gpu};
+use super::int4::{self, Packer};
 use super::matrix::{GATE_UP_INTERLEAVE, Matrix, MatrixFormat};
 use super::upload::{Place, Uploader};
 use crate::engine::device::LoadProgress;
@@ -25,6 +26,19 @@ pub struct GpuWeights {
 impl GpuWeights {
     pub fn head(&self) -> &Matrix {
         self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// Elements of the largest 4-bit matrix, 0 when there is none.
+    pub fn int4_elements(&self) -> usize {
+        let layers = self.layers.iter().flat_map(|layer| {
+            let (input, output) = match &layer.mixer {
+                MixerWeights::Delta(delta) => (&delta.input, &delta.output),
+                MixerWeights::Attention(attention) => (&attention.input, &attention.output),
+            };
+            input.iter().map(|(matrix, _)| matrix).chain([output, &layer.gate_up, &layer.down])
+        });
+        let packed = layers.chain(&self.head).filter(|matrix| matches!(matrix.format, MatrixFormat::Int4 { .. }));
+        packed.map(|matrix| matrix.rows * matrix.cols).max().unwrap_or(0)
     }
 }
 
@@ -65,6 +79,7 @@ struct Loader<'a> {
     source: &'a WeightSource,
     uploader: Uploader,
     progress: &'a mut dyn FnMut(LoadProgress),
+    packer: Option<Packer>,
     bytes: u64,
 }
 
@@ -78,7 +93,7 @@ pub fn load(
     source: &WeightSource,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<GpuWeights> {
-    let mut loader = Loader { layout, source, uploader: Uploader::new(gpu)?, progress, bytes: 0 };
+    let mut loader = Loader { layout, source, uploader: Uploader::new(gpu)?, progress, packer: None, bytes: 0 };
     let spec = &layout.spec;
     let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
     let embedding = loader.empty(vocab, hidden)?;
@@ -183,23 +198,43 @@ impl Loader<'_> {
                 "use --device cpu for this model",
             ));
         }
-        if let WeightFormat::Int4 { .. } = format {
-            return Err(no_int4(&gate));
-        }
-        let matrix = self.empty(2 * gate.rows, gate.cols)?;
-        self.half(&gate, &matrix.weights, Place::in_turn(GATE_UP_INTERLEAVE, 0))?;
-        self.half(&up, &matrix.weights, Place::in_turn(GATE_UP_INTERLEAVE, 1))?;
+        let matrix = self.empty_as(&gate, format, 2 * gate.rows)?;
+        self.fill(&gate, &matrix, Place::in_turn(GATE_UP_INTERLEAVE, 0))?;
+        self.fill(&up, &matrix, Place::in_turn(GATE_UP_INTERLEAVE, 1))?;
         Ok(matrix)
     }
 
     fn module(&mut self, layer: Option<usize>, role: Role) -> Result<Matrix> {
         let (linear, format) = self.find(layer, role)?;
-        if let WeightFormat::Int4 { .. } = format {
-            return Err(no_int4(&linear));
-        }
-        let matrix = self.empty(linear.rows, linear.cols)?;
-        self.half(&linear, &matrix.weights, Place::together(0))?;
+        let matrix = self.empty_as(&linear, format, linear.rows)?;
+        self.fill(&linear, &matrix, Place::together(0))?;
         Ok(matrix)
+    }
+
+    /// A matrix of `rows` rows in the format of `linear`, 4-bit or fp16.
+    fn empty_as(&self, linear: &Linear, format: WeightFormat, rows: usize) -> Result<Matrix> {
+        match format {
+            WeightFormat::Int4 { group, zero_points } => {
+                int4::empty(self.uploader.gpu(), &linear.name(), (rows, linear.cols), group, zero_points)
+            }
+            _ => self.empty(rows, linear.cols),
+        }
+    }
+
+    fn fill(&mut self, linear: &Linear, matrix: &Matrix, place: Place) -> Result<()> {
+        let MatrixFormat::Int4 { group, zero_points } = matrix.format else {
+            return self.half(linear, &matrix.weights, place);
+        };
+        if self.packer.is_none() {
+            self.packer = Some(Packer::new(self.uploader.gpu())?);
+        }
+        let data = self.source.linear(linear)?;
+        let shape = (linear.rows, linear.cols);
+        if let Some(packer) = &self.packer {
+            packer.pack(self.uploader.stream(), &linear.name(), &data, shape, place, matrix)?;
+        }
+        self.advance(WeightFormat::Int4 { group, zero_points }.bytes(linear.rows, linear.cols));
+        Ok(())
     }
 
     fn half(&mut self, linear: &Linear, to: &DeviceBuffer, place: Place) -> Result<()> {
@@ -270,11 +305,4 @@ impl Loader<'_> {
         let total_bytes = self.layout.weight_bytes();
         (self.progress)(LoadProgress { done_bytes: self.bytes.min(total_bytes), total_bytes });
     }
-}
-
-fn no_int4(linear: &Linear) -> Error {
-    Error::invalid(
-        format!("{} is 4-bit, which the CUDA device does not load", linear.name()),
-        "use --device cpu, or the 16-bit checkpoint",
-    )
 }
