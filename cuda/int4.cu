@@ -62,7 +62,7 @@ struct Int4Weights {
 
     struct Tile {
         uint4 words;
-        u32 scale[2], zeros[2]; // of columns 0..31 and 32..63
+        u32 scale, zeros; // of columns 0..31, or all
     };
 
     // A lane's place: its words, and the scales follow from it.
@@ -74,38 +74,55 @@ struct Int4Weights {
         tile.words = load_streaming(from);
         u32 block = (u32)((u64)(from - p.w) / 512) - blockIdx.x * (p.k / COLS);
         u64 at = scale_at(p, blockIdx.x, block * COLS);
-        tile.scale[0] = tile.scale[1] = load_scale(p, at);
-        tile.zeros[0] = tile.zeros[1] = load_zeros(p, at);
-        if (p.group == 32) {
-            tile.scale[1] = load_scale(p, at + 8);
-            tile.zeros[1] = load_zeros(p, at + 8);
-        }
+        tile.scale = load_scale(p, at);
+        tile.zeros = load_zeros(p, at);
     }
 
-    // The sums of 32 columns share a scale: it multiplies them in fp32, so no weight is ever rounded.
-    template <int TILES> DEVICE void accumulate(const Product &, float (&acc)[TILES][4], const Tile &w, const uint4 (&x)[TILES][2]) {
+    // The scale multiplies sums in fp32, so no weight is ever rounded.
+    template <int TILES>
+    DEVICE void accumulate(const Product &p, float (&acc)[TILES][4], const Tile &w, const uint4 (&x)[TILES][2], u32 block) {
+        float sum[TILES][4];
+        auto clear = [&] {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 a[4], b[4];
-            Zeros zeros(w.zeros[half]);
-            unpack(word_of(w.words, 2 * half), zeros, a);
-            unpack(word_of(w.words, 2 * half + 1), zeros, b);
-            float2 scale = unpack_half2(w.scale[half]);
+            for (int t = 0; t < TILES; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
+        };
+        auto add = [&](u32 both) {
+            float2 scale = unpack_half2(both);
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                mma_16x8x16(sum, a, x[t][half].x, x[t][half].y);
-                mma_16x8x16(sum, b, x[t][half].z, x[t][half].w);
-                acc[t][0] += scale.x * sum[0], acc[t][1] += scale.x * sum[1];
-                acc[t][2] += scale.y * sum[2], acc[t][3] += scale.y * sum[3];
+                acc[t][0] += scale.x * sum[t][0], acc[t][1] += scale.x * sum[t][1];
+                acc[t][2] += scale.y * sum[t][2], acc[t][3] += scale.y * sum[t][3];
             }
+        };
+        auto multiply = [&](int half, const Zeros &zeros) {
+            u32 a[4], b[4];
+            unpack(word_of(w.words, 2 * half), zeros, a);
+            unpack(word_of(w.words, 2 * half + 1), zeros, b);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                mma_16x8x16(sum[t], a, x[t][half].x, x[t][half].y);
+                mma_16x8x16(sum[t], b, x[t][half].z, x[t][half].w);
+            }
+        };
+        Zeros zeros(w.zeros);
+        clear();
+        multiply(0, zeros);
+        if (p.group == 32) {
+            add(w.scale);
+            clear();
+            u64 at = scale_at(p, blockIdx.x, block * COLS + 32);
+            multiply(1, Zeros(load_zeros(p, at)));
+            add(load_scale(p, at));
+        } else {
+            multiply(1, zeros);
+            add(w.scale);
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8(const __grid_constant__ Product p) { stream_product<Int4Weights, 1, 5>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_16(const __grid_constant__ Product p) { stream_product<Int4Weights, 2, 3>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_32(const __grid_constant__ Product p) { stream_product<Int4Weights, 4, 2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8(const __grid_constant__ Product p) { stream_product<Int4Weights, 1, 8, 4>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_16(const __grid_constant__ Product p) { stream_product<Int4Weights, 2, 6, 2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_32(const __grid_constant__ Product p) { stream_product<Int4Weights, 4, 4, 1>(p); }
 
 // ---- many rows ----
 

@@ -34,15 +34,16 @@ DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y
 // One small thread block of 8 warps a unit (and part of k), each warp with an equal run of blocks: multiprocessors of one GPU
 // read memory at different rates (on an H200 equal bytes took from 206 to 352 us), so equal shares would not be equal
 // times; the hardware hands out blocks as others end. Registers of 2 blocks on a multiprocessor hold 96 KB in flight.
-// The first loads of W are asked for before the previous kernel has ended.
+// LOADS blocks of W are in flight a warp, AHEAD (a divisor) of x; the first of W are asked for before the previous kernel has
+// ended.
 //
 // `Weights` gives COLS; Tile, the registers of one block; start(p, unit, block) and step_bytes(p): where a lane reads and how
-// far it goes from block to block; load(p, Tile &, from); accumulate<TILES>(p, acc, tile, x) where x[t][i] are the lane's eight
+// far it goes from block to block; load(p, Tile &, from); accumulate<TILES>(p, acc, tile, x, block) where x[t][i] are the lane's eight
 // columns of 32i.. of batch tile t.
 #define STREAM_WARPS 8
 #define UNIT 16
 
-template <class Weights, int TILES, int LOADS> DEVICE void stream_product(const Product &p) {
+template <class Weights, int TILES, int LOADS, int AHEAD = LOADS> DEVICE void stream_product(const Product &p) {
     constexpr int COLS = Weights::COLS, WORDS = COLS / 32;
     __shared__ float4 sums[STREAM_WARPS][TILES][32];
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
@@ -53,7 +54,7 @@ template <class Weights, int TILES, int LOADS> DEVICE void stream_product(const 
     const u8 *from = Weights::start(p, unit, at);
 
     typename Weights::Tile w[LOADS];
-    uint4 x[LOADS][TILES][WORDS];
+    uint4 x[AHEAD][TILES][WORDS];
     auto load_x = [&](uint4(&into)[TILES][WORDS], u32 block) {
         const f16 *row = p.x + (u64)group * p.k + block * COLS + 8 * pair;
 #pragma unroll
@@ -68,7 +69,7 @@ template <class Weights, int TILES, int LOADS> DEVICE void stream_product(const 
     let_next_kernel_start();
     wait_for_previous_kernel();
 #pragma unroll
-    for (int i = 0; i < LOADS; i++)
+    for (int i = 0; i < AHEAD; i++)
         if (at + i < end) load_x(x[i], at + i);
     load_at += LOADS;
 
@@ -79,11 +80,9 @@ template <class Weights, int TILES, int LOADS> DEVICE void stream_product(const 
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             if (at < end) {
-                Weights::template accumulate<TILES>(p, acc, w[i], x[i]);
-                if (load_at < end) {
-                    Weights::load(p, w[i], from), from += step;
-                    load_x(x[i], load_at);
-                }
+                Weights::template accumulate<TILES>(p, acc, w[i], x[i % AHEAD], at);
+                if (load_at < end) Weights::load(p, w[i], from), from += step;
+                if (at + AHEAD < end) load_x(x[i % AHEAD], at + AHEAD);
                 at++, load_at++;
             }
         }

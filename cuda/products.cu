@@ -28,7 +28,7 @@ struct Fp16Weights {
         u32 b[4] = {low.z, high.z, low.w, high.w};
         mma_16x8x16(acc, b, x.z, x.w);
     }
-    template <int TILES> DEVICE void accumulate(const Product &, float (&acc)[TILES][4], const Tile &w, const uint4 (&x)[TILES][2]) {
+    template <int TILES> DEVICE void accumulate(const Product &, float (&acc)[TILES][4], const Tile &w, const uint4 (&x)[TILES][2], u32) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll

@@ -6,8 +6,8 @@
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
-//! 4-bit matrices (cuda/int4.cu): `int4_stream_*` to 32 rows, then `int4_tile_*`; prompts of many rows expand the matrix
-//! once and leave the product to cuBLASLt.
+//! 4-bit matrices (cuda/int4.cu): `int4_stream_*` for 32 rows at a time; more than 64 expand the matrix and leave the
+//! product to cuBLASLt, or without it go to `int4_tile_*`.
 
 use super::cublaslt::CublasLt;
 use super::driver::plain::Plain;
@@ -22,8 +22,8 @@ use crate::{Error, Result};
 const LIBRARY_ROWS: usize = 9;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
-/// Rows from which expanding a 4-bit matrix costs less than cuBLASLt gains over `int4_tile_128`.
-const EXPAND_ROWS: usize = 512;
+/// Rows from which expanding a 4-bit matrix for cuBLASLt is faster than reading it once for each 32 rows.
+const EXPAND_ROWS: usize = 65;
 /// Shared memory of `int4_tile_*`: four stages of that many rows of 128 bytes and eight units of 512.
 const fn int4_shared(rows: u32) -> u32 {
     4 * (rows * 128 + 8 * 512)
@@ -101,7 +101,7 @@ impl Products {
             bias: gpu.kernel(unit, "product_bias")?,
             plain: PlainLinear::new(gpu)?,
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
-            expanded: if library.is_some() && int4_elements > 0 && rows >= EXPAND_ROWS {
+            expanded: if library.is_some() && int4_elements > 0 {
                 Some(gpu.allocate(2 * int4_elements as u64)?)
             } else {
                 None
@@ -152,12 +152,21 @@ impl Products {
         let expanded = self.expanded.as_ref().filter(|room| room.bytes() >= (2 * w.rows * w.cols) as u64);
         // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
         unsafe {
-            if rows <= 32 {
-                return self.few_rows(stream, &self.int4_stream, x, rows, w, output);
-            }
-            let (Some(library), Some(expanded), true) = (&self.library, expanded, rows >= EXPAND_ROWS) else {
-                return self.many_rows(stream, &self.int4_tile, int4_shared, x, rows, w, output);
+            let (Some(library), Some(expanded)) = (&self.library, expanded) else {
+                return if rows <= 32 {
+                    self.few_rows(stream, &self.int4_stream, x, rows, w, output)
+                } else {
+                    self.many_rows(stream, &self.int4_tile, int4_shared, x, rows, w, output)
+                };
             };
+            if rows < EXPAND_ROWS {
+                let mut parts = 1;
+                for first in (0..rows).step_by(32) {
+                    let (x, output) = (x + 2 * (first * w.cols) as u64, from_row(output, first, w.rows));
+                    parts = self.few_rows(stream, &self.int4_stream, x, (rows - first).min(32), w, output)?;
+                }
+                return Ok(parts);
+            }
             let words = (w.rows * w.cols / 32) as u64;
             let launch = Launch::new(words.div_ceil(256) as u32, 256).overlapping();
             let args: [Arg; 7] = [
@@ -308,6 +317,19 @@ fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
         Output::Float { to, stride } => (1, to, stride, 0, 4),
         Output::SiluMul { to, stride } => (2, to, stride, 0, 1),
         Output::Partials { to, part_stride, .. } => (3, to, w.rows, part_stride, 4),
+    }
+}
+
+/// The same output from row `first` on.
+fn from_row(output: Output, first: usize, n: usize) -> Output {
+    let down = |to: u64, stride: usize, element: usize| to + (first * stride * element) as u64;
+    match output {
+        Output::Half { to, stride } => Output::Half { to: down(to, stride, 2), stride },
+        Output::Float { to, stride } => Output::Float { to: down(to, stride, 4), stride },
+        Output::SiluMul { to, stride } => Output::SiluMul { to: down(to, stride, 2), stride },
+        Output::Partials { to, part_stride, max_parts } => {
+            Output::Partials { to: down(to, n, 4), part_stride, max_parts }
+        }
     }
 }
 
