@@ -34,14 +34,22 @@ fn time(gpu: &Gpu, products: &Products, rows: usize, (n, k): (usize, usize), kin
     let stream = Stream::new(gpu)?;
     let copies = (BYTES / (2 * n * k)).max(3);
     // Varied small values, the same pattern in each copy.
-    let pattern: Vec<u16> = (0..1 << 20).map(|i: u32| 0x2000 | (i.wrapping_mul(2_654_435_761) >> 17) as u16).collect();
+    let pattern: Vec<u16> =
+        (0..1 << 20).map(|i: u32| 0x2000 | (i.wrapping_mul(2_654_435_761) >> 17) as u16).collect();
     let mut matrices = Vec::new();
     for _ in 0..copies {
         let weights = gpu.allocate((2 * n * k) as u64)?;
         for at in (0..n * k).step_by(pattern.len()) {
             weights.write(2 * at as u64, &pattern[..pattern.len().min(n * k - at)])?;
         }
-        matrices.push(Matrix { format: MatrixFormat::F16, rows: n, cols: k, weights, scales: None, bias: None });
+        matrices.push(Matrix {
+            format: MatrixFormat::F16,
+            rows: n,
+            cols: k,
+            weights,
+            scales: None,
+            bias: None,
+        });
     }
     let x = gpu.upload(&pattern[..rows * k])?;
     let y = gpu.allocate((8 * rows * n * 4) as u64)?;
@@ -83,7 +91,8 @@ fn main() -> Result<()> {
         }
     };
     let began = Instant::now();
-    let list = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_else(|| "1,8,32,64,256".into());
+    let list =
+        std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_else(|| "1,8,32,64,256".into());
     let bad = |_| Error::invalid(format!("rows: `{list}` is no list of numbers"), "give them like 1,8,64");
     let rows: Vec<usize> = list.split(',').map(str::parse).collect::<Result<_, _>>().map_err(bad)?;
     let roof = inferwall::engine::device::cuda::ceilings::measure(&gpu)?;

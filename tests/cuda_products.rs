@@ -33,7 +33,8 @@ fn bits(values: &[f16]) -> Vec<u16> {
 
 /// x Wᵀ + bias in f64, [rows, n].
 fn reference(x: &[f16], w: &[f16], bias: &[f32], (rows, n, k): (usize, usize, usize)) -> Vec<f64> {
-    let (x, w): (Vec<f64>, Vec<f64>) = (x.iter().map(|v| v.to_f64()).collect(), w.iter().map(|v| v.to_f64()).collect());
+    let (x, w): (Vec<f64>, Vec<f64>) =
+        (x.iter().map(|v| v.to_f64()).collect(), w.iter().map(|v| v.to_f64()).collect());
     let mut y = Vec::with_capacity(rows * n);
     for row in 0..rows {
         for column in 0..n {
@@ -71,8 +72,10 @@ impl Case<'_> {
         let poisoned = vec![f32::NAN; if float { elements } else { 0 }];
         to.write(0, &poisoned).unwrap();
         // SAFETY: x holds the rows, the output as many elements as its kind needs, and both outlive the wait.
-        let parts =
-            unsafe { self.products.launch(self.stream, self.x, self.rows, self.matrix, output(to.pointer())) }.unwrap();
+        let parts = unsafe {
+            self.products.launch(self.stream, self.x, self.rows, self.matrix, output(to.pointer()))
+        }
+        .unwrap();
         self.stream.synchronize().unwrap();
         let values = if float {
             to.read::<f32>(0, elements).unwrap().into_iter().map(f64::from).collect()
@@ -254,7 +257,10 @@ fn four_bit_products_agree_with_plain_loops() {
                     };
                     let (found, _) = case.run(rows * n, true, |to| Output::Float { to, stride: n });
                     let error = distance(&found, &expected);
-                    assert!(error < 1e-3, "portable {portable}, {rows} rows, {n} x {k}, groups of {group}: {error}");
+                    assert!(
+                        error < 1e-3,
+                        "portable {portable}, {rows} rows, {n} x {k}, groups of {group}: {error}"
+                    );
                 }
             }
         }

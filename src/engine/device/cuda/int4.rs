@@ -130,7 +130,8 @@ impl Packer {
         let found = match *data {
             MatrixData::Awq { group, qweight, qzeros, scales } => {
                 packed.source = FROM_AWQ;
-                (packed.words, packed.zeros, packed.scales) = (upload(qweight)?, upload(qzeros)?, upload(scales)?);
+                (packed.words, packed.zeros, packed.scales) =
+                    (upload(qweight)?, upload(qzeros)?, upload(scales)?);
                 Some((group, true))
             }
             MatrixData::CompressedTensors { group, packed: words, scales, scale_format, zero_points } => {

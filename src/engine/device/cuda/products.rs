@@ -133,7 +133,8 @@ impl Products {
         unsafe {
             if streams && rows <= few {
                 self.few_rows(stream, &self.stream, x, rows, w, output)
-            } else if let Some(library) = self.library.as_ref().filter(|_| w.rows % 8 == 0 && w.cols % 8 == 0) {
+            } else if let Some(library) = self.library.as_ref().filter(|_| w.rows % 8 == 0 && w.cols % 8 == 0)
+            {
                 self.by_library(stream, library, w.weights.pointer(), x, rows, w, output)
             } else if w.rows % 16 == 0 && w.cols % 8 == 0 {
                 self.many_rows(stream, &self.tile, tile_shared, x, rows, w, output)
@@ -185,7 +186,15 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn few_rows(&self, stream: &Stream, kernels: &[Kernel; 3], x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+    unsafe fn few_rows(
+        &self,
+        stream: &Stream,
+        kernels: &[Kernel; 3],
+        x: u64,
+        rows: usize,
+        w: &Matrix,
+        output: Output,
+    ) -> Result<usize> {
         let units = w.rows / 16;
         let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, output);
         let kernel = &kernels[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
@@ -198,7 +207,16 @@ impl Products {
     /// # Safety
     /// As [`Self::launch`].
     #[allow(clippy::too_many_arguments)]
-    unsafe fn many_rows(&self, stream: &Stream, kernels: &[Kernel; 2], shared: fn(u32) -> u32, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+    unsafe fn many_rows(
+        &self,
+        stream: &Stream,
+        kernels: &[Kernel; 2],
+        shared: fn(u32) -> u32,
+        x: u64,
+        rows: usize,
+        w: &Matrix,
+        output: Output,
+    ) -> Result<usize> {
         let tall = usize::from(rows > 64);
         let tile_rows = [64, 128][tall];
         let tiles = [rows.div_ceil(tile_rows), w.rows.div_ceil(128)];
@@ -272,13 +290,16 @@ impl Products {
                 if bias == 0 {
                     return Ok(());
                 }
-                let launch =
-                    Launch::grid([w.rows.div_ceil(256) as u32, rows as u32, 1], 256).overlapping().cost(
-                        (rows * w.rows * if half { 4 } else { 8 }) as u64,
-                        (rows * w.rows) as u64,
-                    );
-                let args: [Arg; 5] =
-                    [y.into(), bias.into(), (w.rows as u32).into(), (stride as u32).into(), u32::from(half).into()];
+                let launch = Launch::grid([w.rows.div_ceil(256) as u32, rows as u32, 1], 256)
+                    .overlapping()
+                    .cost((rows * w.rows * if half { 4 } else { 8 }) as u64, (rows * w.rows) as u64);
+                let args: [Arg; 5] = [
+                    y.into(),
+                    bias.into(),
+                    (w.rows as u32).into(),
+                    (stride as u32).into(),
+                    u32::from(half).into(),
+                ];
                 stream.launch(&self.bias, launch, &args)
             };
             if kind != 2 {
@@ -302,7 +323,8 @@ impl Products {
                     .overlapping()
                     .cost((count * columns * 6) as u64, (count * columns * 5) as u64);
                 let to = y + 2 * (first * stride) as u64;
-                let args: [Arg; 4] = [between.into(), to.into(), (columns as u32).into(), (stride as u32).into()];
+                let args: [Arg; 4] =
+                    [between.into(), to.into(), (columns as u32).into(), (stride as u32).into()];
                 stream.launch(&self.silu, launch, &args)?;
             }
         }

@@ -37,7 +37,8 @@ impl GpuWeights {
             };
             input.iter().map(|(matrix, _)| matrix).chain([output, &layer.gate_up, &layer.down])
         });
-        let packed = layers.chain(&self.head).filter(|matrix| matches!(matrix.format, MatrixFormat::Int4 { .. }));
+        let packed =
+            layers.chain(&self.head).filter(|matrix| matches!(matrix.format, MatrixFormat::Int4 { .. }));
         packed.map(|matrix| matrix.rows * matrix.cols).max().unwrap_or(0)
     }
 }
@@ -93,7 +94,8 @@ pub fn load(
     source: &WeightSource,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<GpuWeights> {
-    let mut loader = Loader { layout, source, uploader: Uploader::new(gpu)?, progress, packer: None, bytes: 0 };
+    let mut loader =
+        Loader { layout, source, uploader: Uploader::new(gpu)?, progress, packer: None, bytes: 0 };
     let spec = &layout.spec;
     let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
     let embedding = loader.empty(vocab, hidden)?;
