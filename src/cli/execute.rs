@@ -100,6 +100,9 @@ pub fn execute(request: &Request) -> Result<()> {
         runner.run()
     };
     record.ended = Some(record::now());
+    let at_end = DeviceRecord::new(device.info(), "").facts;
+    record.device.facts_at_end =
+        at_end.into_iter().filter(|(key, value)| record.device.facts.get(key) != Some(value)).collect();
     record.status = match &outcome {
         Ok(()) => Status::Complete,
         Err(Error::Interrupted { .. }) => Status::Interrupted,

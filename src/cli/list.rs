@@ -43,20 +43,20 @@ impl ListFlags {
     }
 }
 
-/// `1, 4, 16`; for an experiment made of arms, their names.
+/// `1, 4, 16`; for an experiment made of arms, the first of their names and how many there are.
 fn values(spec: &ExperimentSpec) -> String {
+    const SHOWN: usize = 9;
     let plain = |value: &toml::Value| value.to_string().trim_matches('"').to_string();
     let mut texts: Vec<String> = spec.values.iter().map(plain).collect();
     for arm in &spec.arms {
         let name = arm.name.clone().unwrap_or_default();
         match arm.values.as_slice() {
-            values if values.len() > 1 => {
-                let list = values.iter().map(plain).collect::<Vec<_>>().join("|");
-                texts.push(name.replace("{value}", &format!("({list})")));
-            }
-            [value] => texts.push(name.replace("{value}", &plain(value))),
-            _ => texts.push(name),
+            [] => texts.push(name),
+            values => texts.extend(values.iter().map(|value| name.replace("{value}", &plain(value)))),
         }
     }
-    texts.join(", ")
+    if texts.len() <= SHOWN {
+        return texts.join(", ");
+    }
+    format!("{}, ... ({} arms)", texts[..3].join(", "), texts.len())
 }

@@ -60,7 +60,7 @@ impl ModelFlags {
             let (knob, setting) = knobs::parse_assignment(text)?;
             if knob.section != knobs::Section::Engine {
                 return Err(Error::invalid(
-                    format!("--set {text}: `{}` is a knob of a load", knob.name),
+                    format!("--set {text}: `{}` is no knob of the engine", knob.name),
                     "here only knobs of the engine can be set",
                 ));
             }

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use crate::engine::model::ModelRef;
 use crate::{Error, Result};
 
 /// Which table a knob lives in.
@@ -13,6 +14,8 @@ use crate::{Error, Result};
 pub enum Section {
     Engine,
     Load,
+    /// Changes which weights an arm's model has.
+    Model,
 }
 
 /// What values a knob takes.
@@ -91,6 +94,12 @@ pub static KNOBS: &[Knob] = &[
     engine("cpu_math", Kind::Choice(&["f32", "bf16"]), "arithmetic of the CPU device"),
     engine("threads", AUTO_COUNT, "worker threads of the CPU device"),
     engine("sim_noise", Kind::Float { min: 0.0, max: 1000.0 }, "scale of a simulated device's seeded noise"),
+    Knob {
+        name: "quantization",
+        section: Section::Model,
+        kind: Kind::Choice(&["none", "awq", "awq-mlp"]),
+        doc: "which form of a synthetic model's weights",
+    },
     load("request_rate", Kind::Rate, "requests offered a second; inf: all at once"),
     load(
         "burstiness",
@@ -258,6 +267,8 @@ impl Knob {
         let table = match self.section {
             Section::Engine => engine,
             Section::Load => load,
+            // Its value goes into the model's name: see `quantized`.
+            Section::Model => return,
         };
         let value = match setting {
             Setting::Text(text)
@@ -273,6 +284,30 @@ impl Knob {
             Setting::Float(value) => Value::Float(*value),
         };
         table.insert(self.name.to_string(), value);
+    }
+}
+
+/// The form of a synthetic model's weights that `quantization` names.
+///
+/// # Errors
+/// [`Error::Invalid`] for a checkpoint, whose files say what is quantised, and for a form the preset does not have.
+pub fn quantized(model: &str, form: &Setting) -> Result<String> {
+    if !model.starts_with("synthetic:") {
+        return Err(Error::invalid(
+            format!(
+                "quantization = {form} cannot be chosen for {model}: a checkpoint's files say what is quantised"
+            ),
+            "give the quantised checkpoint with --model",
+        ));
+    }
+    let plain = model.trim_end_matches("-mlp").trim_end_matches("-awq");
+    let name = match form.to_string().as_str() {
+        "none" => plain.to_string(),
+        suffix => format!("{plain}-{suffix}"),
+    };
+    match name.parse::<ModelRef>() {
+        Ok(_) => Ok(name),
+        Err(error) => Err(error.context(format!("quantization = {form} of {model}"))),
     }
 }
 
@@ -415,6 +450,15 @@ mod tests {
         knob.set(&mut engine, &mut load, &Setting::Integer(5));
         knob.set(&mut engine, &mut load, &knob.parse("auto").unwrap());
         assert!(engine.is_empty());
+    }
+
+    #[test]
+    fn quantization_chooses_a_preset() {
+        let form =
+            |model: &str, form: &str| quantized(model, &find("quantization").unwrap().parse(form).unwrap());
+        assert_eq!(form("synthetic:qwen3.5-9b", "awq-mlp").unwrap(), "synthetic:qwen3.5-9b-awq-mlp");
+        assert_eq!(form("synthetic:qwen3.5-9b-awq-mlp", "none").unwrap(), "synthetic:qwen3.5-9b");
+        assert!(form("synthetic:demo", "awq").is_err() && form("Qwen/Qwen3.5-4B", "awq").is_err());
     }
 
     #[test]

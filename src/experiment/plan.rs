@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
-use super::knobs::{self, Knob, Setting};
+use super::knobs::{self, Knob, Section, Setting};
 use super::spec::{ArmSpec, ClaimSpec, ExperimentSpec, Rig};
 use crate::engine::config::EngineConfig;
 use crate::workload::spec::LoadSpec;
@@ -370,6 +370,8 @@ fn resolve(
     engine.validate().map_err(named)?;
     load.validate().map_err(named)?;
     let model = options.model.clone().or_else(|| arm.model.clone()).unwrap_or_else(|| base.model.clone());
+    let mut forms = axis.iter().chain(sets).filter(|(knob, _)| knob.section == Section::Model);
+    let model = forms.try_fold(model, |model, (_, form)| knobs::quantized(&model, form))?;
     let knob = joined(|(knob, _)| knob.name.to_string());
     Ok(Arm { name, knob, value, baseline, optional: arm.optional, model, load, engine })
 }

@@ -196,7 +196,9 @@ impl Runner<'_> {
         engine.set_trace(false);
 
         let mut stationarity = Stationarity::default();
-        for round in 0..arm.load.warmup.max_rounds {
+        // A simulated device has nothing to warm.
+        let rounds = if self.device.info().simulated() { 0 } else { arm.load.warmup.max_rounds };
+        for round in 0..rounds {
             let Some(warmup) = prepare::warmup(self.plan, arm, model, cell.repeat, round)? else { break };
             self.progress.begin(position, of, &format!("{what}: warm-up"), warmup.requests.len() as u64);
             let progress = &mut *self.progress;

@@ -53,7 +53,11 @@ fn synthetic_models_write_bytes() {
     assert!(text.stdout.ends_with('\n') && text.stdout.len() > 1);
     env.run("generate --device sim:fixed").fails(2, "nothing to go on from", "--prompt");
     env.run("generate --device sim:fixed --prompt x --max-tokens 0").fails(2, "--max-tokens 0", "1 or more");
-    env.run("generate --device sim:fixed --prompt x --set input_len=3").fails(2, "knob of a load", "engine");
+    env.run("generate --device sim:fixed --prompt x --set input_len=3").fails(
+        2,
+        "no knob of the engine",
+        "engine",
+    );
 }
 
 #[test]
