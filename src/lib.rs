@@ -3,6 +3,7 @@
 //! Data flows one way: `experiments.toml -> Experiment -> Plan -> (Workload -> Engine -> Device) ->
 //! Recorder -> Summary -> Report`. Nothing in [`engine`] imports from the layers above it.
 
+pub mod calibrate;
 pub mod cli;
 pub mod engine;
 pub mod error;
@@ -10,6 +11,7 @@ pub mod experiment;
 pub mod explain;
 pub mod hardware;
 pub mod measure;
+pub mod predict;
 pub mod report;
 pub mod reproduce;
 pub mod simulation;

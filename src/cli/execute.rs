@@ -16,6 +16,7 @@ use crate::experiment::prepare::{Prepared, prepare};
 use crate::experiment::record::{self, DeviceRecord, RunRecord, Status};
 use crate::experiment::runner::Runner;
 use crate::experiment::spec::{self, Rig};
+use crate::explain::compare;
 use crate::measure::summary::SCHEMA;
 use crate::report::results::RunResults;
 use crate::report::{export, json};
@@ -116,6 +117,18 @@ pub fn execute(request: &Request) -> Result<()> {
 
 fn finish(folder: &ResultsFolder, record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
     let verdicts = report(folder, record, flags.format)?;
+    if flags.compare_sim {
+        let results = RunResults::read(folder.path())?;
+        // (On a GPU in the table the report has it already.)
+        if !compare::by_default(&results) {
+            let text = compare::section(&results, flags.format);
+            match flags.format {
+                Format::Table | Format::Md => output::data(&format!("\n{text}"))?,
+                // Data on stdout stays what it is.
+                Format::Csv | Format::Json => output::note(&text),
+            }
+        }
+    }
     let broken = verdicts.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
     let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
     if flags.check && !broken.is_empty() {

@@ -6,11 +6,10 @@ use clap::Args;
 
 use super::flags::Format;
 use super::output;
+use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::explain::{compare, run, text};
-use crate::report::numbers::{optional, percent};
 use crate::report::results::RunResults;
-use crate::report::table;
 use crate::{Error, Result, report};
 
 #[derive(Debug, Args)]
@@ -73,26 +72,8 @@ impl ExplainFlags {
         if self.format == Format::Json {
             return json(&rows);
         }
-        let plain = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-        let shown = |value: Option<f64>| {
-            if self.format == Format::Csv { plain(value) } else { optional(value) }
-        };
-        let cells: Vec<Vec<String>> = rows
-            .iter()
-            .map(|row| {
-                let error = if self.format == Format::Csv { plain(row.error) } else { percent(row.error) };
-                vec![
-                    row.arm.clone(),
-                    row.metric.to_string(),
-                    shown(row.measured),
-                    shown(row.simulated),
-                    error,
-                ]
-            })
-            .collect();
-        output::note(&format!("simulated on {}", crate::engine::device::Device::info(device).id));
-        let header = ["arm", "metric", "measured", "simulated", "error"];
-        output::data(&table::render(self.format, &header, &cells, &[2, 3, 4])?)
+        output::note(&format!("simulated on {}", device.info().id));
+        output::data(&compare::draw(&rows, self.format)?)
     }
 }
 

@@ -106,6 +106,10 @@ pub struct RunOutputFlags {
     #[arg(long)]
     pub trace: bool,
 
+    /// Set each arm beside its simulation on the device's profile or ceilings (done by default for a GPU in the table)
+    #[arg(long)]
+    pub compare_sim: bool,
+
     /// Exit with 1 if a claim does not hold
     #[arg(long)]
     pub check: bool,

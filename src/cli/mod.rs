@@ -1,5 +1,6 @@
 //! The command line: what is typed. Each command has a file, with its flags and a `run` that resolves and does them.
 
+pub mod calibrate;
 pub mod diff;
 pub mod doctor;
 pub mod execute;
@@ -11,6 +12,7 @@ pub mod logits;
 pub mod merge;
 pub mod model;
 pub mod output;
+pub mod predict;
 pub mod progress;
 pub mod report;
 pub mod reproduce;
@@ -43,6 +45,10 @@ enum Command {
     Sweep(sweep::SweepFlags),
     /// Why the arms of a results folder came out as they did, and what would move them
     Explain(explain::ExplainFlags),
+    /// Seats, step times, crossover, saturation and first tokens of a model on a GPU, without a run
+    Predict(predict::PredictFlags),
+    /// Fit a simulated device to the steps of a run, and say how well it predicts steps it has not seen
+    Calibrate(calibrate::CalibrateFlags),
     /// The series' published figures, cell by cell, beside its simulated rig
     Reproduce(reproduce::ReproduceFlags),
     /// Compare two results: change, interval and verdict for each metric
@@ -71,6 +77,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Run(flags) => flags.run(),
         Command::Sweep(flags) => flags.run(),
         Command::Explain(flags) => flags.run(),
+        Command::Predict(flags) => flags.run(),
+        Command::Calibrate(flags) => flags.run(),
         Command::Reproduce(flags) => flags.run(),
         Command::Diff(flags) => flags.run(),
         Command::Generate(flags) => flags.run(),

@@ -6,11 +6,15 @@ use super::{explain, markdown, overview};
 use crate::Result;
 use crate::cli::flags::Format;
 use crate::experiment::claims::{Outcome, Verdict};
+use crate::explain::compare;
 
 /// Table, explanation and claims, for a terminal or as Markdown.
 pub fn text(results: &RunResults, format: Format) -> Result<String> {
     let mut text = overview::render(results, format)?;
     text += &format!("\n{}", explain::render(results, format)?);
+    if compare::by_default(results) {
+        text += &format!("\n{}", compare::section(results, format));
+    }
     text += &claims_text(&results.record.claims, format == Format::Md);
     Ok(text)
 }

@@ -76,6 +76,19 @@ impl StepTime {
     pub fn total_s(&self) -> f64 {
         self.fixed_s + self.weights_s + self.compute_s + self.state_s + self.kv_s + self.sampling_s
     }
+
+    /// The largest part.
+    pub fn largest(&self) -> &'static str {
+        let parts = [
+            ("fixed", self.fixed_s),
+            ("weights", self.weights_s),
+            ("compute", self.compute_s),
+            ("state", self.state_s),
+            ("kv", self.kv_s),
+            ("sampling", self.sampling_s),
+        ];
+        parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or("fixed", |(name, _)| name)
+    }
 }
 
 /// Facts of a step that bytes and FLOPs do not show.

@@ -1,0 +1,95 @@
+//! `inferwall calibrate RUN`: the parameters of a simulated device from the steps of a run.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::flags::Format;
+use super::output;
+use crate::calibrate::{Residuals, calibrate};
+use crate::report::numbers::number;
+use crate::report::results::RunResults;
+use crate::report::table;
+use crate::{Error, Result};
+
+#[derive(Debug, Args)]
+pub struct CalibrateFlags {
+    /// Folder of a run: the one with run.json in it
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+
+    /// Only the steps of this arm
+    #[arg(long, value_name = "NAME")]
+    arm: Option<String>,
+
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+}
+
+impl CalibrateFlags {
+    pub fn run(self) -> Result<()> {
+        let results = RunResults::read(&self.run)?;
+        let models: std::collections::BTreeSet<&str> =
+            results.summaries.iter().map(|summary| summary.model.as_str()).collect();
+        if models.len() > 1 && self.arm.is_none() {
+            output::note("the arms run several models: one set of parameters is fitted to all of them");
+        }
+        let steps: Vec<_> = results
+            .steps
+            .iter()
+            .filter(|step| self.arm.as_deref().is_none_or(|arm| step.arm == arm))
+            .cloned()
+            .collect();
+        let ceilings = &results.record.ceilings;
+        let calibration = calibrate(&steps, (ceilings.read_bytes_per_s, ceilings.flops_per_s))
+            .map_err(|error| error.context(self.run.display()))?;
+        let device = calibration.device(results.record.device.memory_bytes);
+        if self.format == Format::Json {
+            let all = serde_json::json!({
+                "device": device,
+                "measured_on": results.record.device.name,
+                "simulated": results.record.device.simulated,
+                "calibration": calibration,
+            });
+            let text = serde_json::to_string_pretty(&all).map_err(|error| {
+                Error::failed(format!("cannot write json: {error}"), "try --format table")
+            })?;
+            return output::data(&(text + "\n"));
+        }
+        let rows: Vec<Vec<String>> = calibration
+            .parameters
+            .iter()
+            .map(|fitted| {
+                vec![
+                    fitted.parameter.name().to_string(),
+                    if self.format == Format::Csv { fitted.value.to_string() } else { number(fitted.value) },
+                    match fitted.relative_error {
+                        Some(error) => format!("{:.1} %", error * 100.0),
+                        None => "not determined".to_string(),
+                    },
+                    fitted.parameter.meaning().to_string(),
+                ]
+            })
+            .collect();
+        let mut text =
+            table::render(self.format, &["parameter", "value", "standard error", "meaning"], &rows, &[1, 2])?;
+        if self.format != Format::Csv {
+            let line = |name: &str, residuals: &Residuals| {
+                format!(
+                    "{name}: {} steps, median error {:.1} %, p90 {:.1} %, bias {:+.1} %\n",
+                    residuals.steps,
+                    residuals.median * 100.0,
+                    residuals.p90 * 100.0,
+                    residuals.bias * 100.0
+                )
+            };
+            text += "\n";
+            text += &line("fitted on", &calibration.fitted);
+            text += &line("held back", &calibration.held_out);
+            text += &line("  decode", &calibration.held_out_decode);
+            text += &line("  with a prompt", &calibration.held_out_prefill);
+            text += &format!("\n--device {device}\n");
+        }
+        output::data(&text)
+    }
+}
