@@ -35,8 +35,8 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
                     Rotation rotation) {
     constexpr int PER_LANE = (D + 31) / 32;
     __shared__ float exchange[4][D];
-    wait_for_previous_kernel();
     let_next_kernel_start();
+    wait_for_previous_kernel();
     int unit = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     Row row = rows[blockIdx.x];
     int units = shape.heads + 2 * shape.kv_heads;

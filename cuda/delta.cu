@@ -89,14 +89,27 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
 
     int head = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT, tid = threadIdx.x;
     int lane = tid & 31, warp = tid >> 5, sub = lane & 7, row = 8 * warp + (lane >> 3); // and row + 4
-    Sequence sequence = sequences[blockIdx.y];
-    // Whole clusters leave together: all its blocks see the same sequence.
-    if (sequence.slot < 0) return;
-    let_next_kernel_start();
-
     int group = shape.value_heads / shape.key_heads, key_head = head / group;
     int key_channels = shape.key_heads * DK, channels = 2 * key_channels + shape.value_heads * DV;
     int first_row = part * ROWS + row;
+    let_next_kernel_start();
+
+    // Channels this thread convolves, and their taps; then, once the sequence is known, their last three raw inputs.
+    int channel[TASKS];
+    float tap[TASKS][4], history[TASKS][3];
+#pragma unroll
+    for (int task = 0; task < TASKS; task++) {
+        int c = tid + task * THREADS;
+        channel[task] = c < DK        ? key_head * DK + c
+                        : c < 2 * DK  ? key_channels + key_head * DK + c - DK
+                        : c < CHANNELS ? 2 * key_channels + head * DV + part * ROWS + c - 2 * DK
+                                       : -1;
+#pragma unroll
+        for (int j = 0; j < 4; j++) tap[task][j] = channel[task] < 0 ? 0.0f : taps[j * channels + channel[task]];
+    }
+    Sequence sequence = sequences[blockIdx.y];
+    // Whole clusters leave together: all its blocks see the same sequence.
+    if (sequence.slot < 0) return;
 
     // The state, before the wait: only this kernel, a step ago, wrote it.
     u64 base = ((u64)(sequence.slot * (u64)shape.value_heads + head) * DV + first_row) * (DK / 4) + sub;
@@ -107,25 +120,15 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
         for (int i = 0; i < 4; i++)
             S[r][i] = sequence.context > 0 ? State<TYPE>::load(state, base + r * 4 * (DK / 4) + 8 * i)
                                            : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-
-    // Channels this thread convolves: their taps and the raw inputs of the last three positions.
-    int channel[TASKS];
-    float tap[TASKS][4], history[TASKS][3];
     f16 *ring = window + (u64)sequence.slot * shape.ring * channels;
+    int entry = sequence.context % shape.ring;
 #pragma unroll
     for (int task = 0; task < TASKS; task++) {
-        int c = tid + task * THREADS;
-        channel[task] = c < DK        ? key_head * DK + c
-                        : c < 2 * DK  ? key_channels + key_head * DK + c - DK
-                        : c < CHANNELS ? 2 * key_channels + head * DV + part * ROWS + c - 2 * DK
-                                       : -1;
-        if (channel[task] < 0) continue;
 #pragma unroll
-        for (int j = 0; j < 4; j++) tap[task][j] = taps[j * channels + channel[task]];
-#pragma unroll
-        for (int j = 0; j < 3; j++) {
-            int position = sequence.context - 3 + j;
-            history[task][j] = position < 0 ? 0.0f : half_to_float(ring[(position % shape.ring) * channels + channel[task]]);
+        for (int back = 1; back <= 3; back++) {
+            int from = entry - back < 0 ? entry - back + shape.ring : entry - back;
+            bool kept = channel[task] >= 0 && sequence.context >= back;
+            history[task][3 - back] = kept ? half_to_float(ring[from * channels + channel[task]]) : 0.0f;
         }
     }
     float decay_rate = -expf(a_log[head]), bias = dt_bias[head];

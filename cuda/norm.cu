@@ -33,8 +33,8 @@ DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16
 KERNEL embed_norm(const f16 *table, const u32 *tokens, const u32 *ring, const float4 *weight, float *residual, f16 *normed, int hidden,
                   float eps) {
     __shared__ float scratch[32];
-    wait_for_previous_kernel();
     let_next_kernel_start();
+    wait_for_previous_kernel();
     int row = blockIdx.x, vectors = hidden / 4;
     u32 token = tokens[row];
     if (token & 0x80000000u) token = ring[token & 0x7fffffffu];
@@ -62,8 +62,8 @@ KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, c
                 f16 *normed, int hidden, float eps, int keep) {
     __shared__ float scratch[32];
     int vectors = hidden / 4;
-    wait_for_previous_kernel();
     let_next_kernel_start();
+    wait_for_previous_kernel();
     u32 source = select ? select[blockIdx.x] : blockIdx.x;
     float4 *in = (float4 *)(residual + (u64)source * hidden);
     const float4 *part = (const float4 *)(partials + (u64)source * hidden);

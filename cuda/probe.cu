@@ -1,20 +1,19 @@
 // What this GPU can do, measured: the ceilings every figure is held against.
 #include "half.cuh"
 
-// Reads `vectors` 16-byte words once, four in flight a thread, and keeps a sum alive. Grid of any size.
+// Reads `vectors` 16-byte words once and keeps a sum alive: a warp takes 4 KB that lie together at a time, all of it in
+// flight. Grid of any size; vectors is a multiple of 256.
 KERNEL __launch_bounds__(512) probe_read(const uint4 *from, u64 vectors, u32 *out) {
-    u64 stride = (u64)gridDim.x * blockDim.x, at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    u64 warps = (u64)gridDim.x * (blockDim.x >> 5), warp = (u64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     u32 sum = 0;
-    for (; at + 3 * stride < vectors; at += 4 * stride) {
-        uint4 a = load_streaming(from + at), b = load_streaming(from + at + stride);
-        uint4 c = load_streaming(from + at + 2 * stride), d = load_streaming(from + at + 3 * stride);
-        sum += a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+    for (u64 at = warp * 256 + (threadIdx.x & 31); at < vectors; at += warps * 256) {
+        uint4 x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = load_streaming(from + at + 32 * i);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
     }
-    for (; at < vectors; at += stride) {
-        uint4 a = load_streaming(from + at);
-        sum += a.x ^ a.y ^ a.z ^ a.w;
-    }
-    if (sum == 0x12345678u) *out = sum; // never by accident twice, so the loads stay
+    if (sum == 0x12345678u) *out = sum; // so the loads stay
 }
 
 KERNEL __launch_bounds__(512) probe_copy(const uint4 *from, uint4 *to, u64 vectors) {
@@ -58,20 +57,22 @@ KERNEL __launch_bounds__(256) probe_tensor(float *out, int rounds) {
 
 #if __CUDA_ARCH__ == 900
 // Warpgroup products of 64 x 256 x 16 from shared memory, which the larger half of Hopper's rate needs. Two warpgroups a
-// block; operands are noise, without swizzle, and never change. 2 * 64 * 256 * 16 FLOPs each, four a round.
+// block; operands are noise, without swizzle. 2 * 64 * 256 * 16 FLOPs each, four a round.
 DEVICE u64 matrix_descriptor(u32 address) {
     // Eight-row groups of 128 bytes, core matrices 128 bytes apart along k and 256 along the rows.
     return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
 
 KERNEL __launch_bounds__(256) probe_warpgroup(float *out, int rounds) {
-    __shared__ __align__(128) u32 operands[2 * 64 * 8 + 256 * 8];
+    // Two tiles of A, one a warpgroup, and four of B in turn: operands that change from product to product cost power.
+    __shared__ __align__(128) u32 operands[2 * 64 * 8 + 4 * 256 * 8];
     u32 state = blockIdx.x * 256 + threadIdx.x;
-    for (int i = threadIdx.x; i < 2 * 64 * 8 + 256 * 8; i += 256) operands[i] = noise(state);
+    for (int i = threadIdx.x; i < 2 * 64 * 8 + 4 * 256 * 8; i += 256) operands[i] = noise(state);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     u64 a = matrix_descriptor(shared_address(operands + 64 * 8 * (threadIdx.x / 128)));
-    u64 b = matrix_descriptor(shared_address(operands + 2 * 64 * 8));
+    u64 b[4];
+    for (int i = 0; i < 4; i++) b[i] = matrix_descriptor(shared_address(operands + 2 * 64 * 8 + i * 256 * 8));
     float d[128];
 #pragma unroll
     for (int i = 0; i < 128; i++) d[i] = 0.0f;
@@ -104,7 +105,7 @@ KERNEL __launch_bounds__(256) probe_warpgroup(float *out, int rounds) {
                   "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]),
                   "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
                   "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-                : "l"(a), "l"(b));
+                : "l"(a), "l"(b[i]));
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");

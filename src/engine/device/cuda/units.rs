@@ -39,6 +39,16 @@ pub const DELTA: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+/// Shared memory for three states of 64 KB: chosen at run time where a block may have that much.
+pub const DELTA_STREAM: Unit = Unit {
+    file: "delta_stream.cu",
+    source: include_str!("../../../../cuda/delta_stream.cu"),
+    defines: &[],
+    hot: &["delta_stream"],
+    min_capability: 90,
+    max_capability: ANY_LATER,
+};
+
 pub const ATTENTION: Unit = Unit {
     file: "attention.cu",
     source: include_str!("../../../../cuda/attention.cu"),
@@ -130,6 +140,7 @@ pub const ALL: &[&Unit] = &[
     &INT4,
     &NORM,
     &DELTA,
+    &DELTA_STREAM,
     &ATTENTION,
     &SAMPLE,
     &WEIGHTS,

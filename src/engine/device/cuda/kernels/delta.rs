@@ -10,6 +10,10 @@ use crate::{Error, Result};
 
 /// Blocks that share a head of 128 x 128 on Hopper and later, as a cluster.
 const SPLIT: u32 = 4;
+/// Shared memory of `delta_stream`: three states.
+const STREAM_SHARED: u32 = 3 * 128 * 128 * 4;
+/// (sequence, head) pairs for each multiprocessor from which streaming the states wins.
+const STREAM_TASKS: usize = 2;
 
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +38,8 @@ pub struct Delta {
     state_bytes: usize,
     /// Kernels for 128 x 128, with blocks in clusters of [`SPLIT`] or alone; else the general one.
     fast: Option<u32>,
+    /// For many sequences with one token each, where there is shared memory for it; and the multiprocessors.
+    stream: Option<(Kernel, usize)>,
 }
 
 impl Delta {
@@ -72,7 +78,15 @@ impl Delta {
             (CacheDtype::Bf16, false, _) => ("delta_any_bf16", 2),
             (CacheDtype::Auto, ..) => return Err(Error::failed("state_dtype is not resolved", "")),
         };
+        let room = gpu.facts().shared_bytes >= STREAM_SHARED + 8192;
+        let stream = if split && state == CacheDtype::F32 && room {
+            let kernel = gpu.kernel(&units::DELTA_STREAM, "delta_stream")?;
+            Some((kernel, gpu.facts().multiprocessors as usize))
+        } else {
+            None
+        };
         Ok(Self {
+            stream,
             step: gpu.kernel(&units::DELTA, name)?,
             save_window: gpu.kernel(&units::DELTA, "delta_save_window")?,
             shape: shape.clone(),
@@ -134,6 +148,15 @@ impl Delta {
             Arg::Struct(bytes_of(&numbers)),
         ];
         let heads = shape.value_heads as u32;
+        if let Some((kernel, multiprocessors)) = &self.stream {
+            let tasks = count * shape.value_heads;
+            if longest == 1 && tasks >= STREAM_TASKS * multiprocessors {
+                args.push((count as u32).into());
+                let launch = Launch::new(tasks.min(*multiprocessors) as u32, 512).shared(STREAM_SHARED);
+                // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+                return unsafe { stream.launch(kernel, launch.overlapping().cost(bytes, flops), &args) };
+            }
+        }
         let launch = match self.fast {
             Some(split) => {
                 Launch::grid([heads * split, count as u32, 1], 512 / split).cluster(split).overlapping()
