@@ -36,7 +36,6 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
     constexpr int PER_LANE = (D + 31) / 32;
     __shared__ float exchange[4][D];
     let_next_kernel_start();
-    wait_for_previous_kernel();
     int unit = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     Row row = rows[blockIdx.x];
     int units = shape.heads + 2 * shape.kv_heads;
@@ -47,37 +46,16 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
     int kv_head = is_k ? unit - shape.heads : unit - shape.heads - shape.kv_heads;
     const f16 *from = is_q ? input + unit * q_width
                            : input + shape.heads * q_width + ((is_k ? 0 : shape.kv_heads) + kv_head) * D;
-    float x[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) x[i] = half_to_float(from[lane + 32 * i]);
 
-    if (is_q || is_k) {
-        if (rotation.normed) {
-            const float *weight = is_q ? q_weight : k_weight;
-            float squares = 0.0f;
+    // All but qkv itself is there before the previous kernel ends: weights, angles, the place in the cache.
+    float scale_by[PER_LANE];
+    float2 turn[PER_LANE];
+    int half_dim = rotation.rotary_dim / 2;
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i++) squares += x[i] * x[i];
-            float scale = rsqrtf(warp_sum(squares) * (1.0f / D) + rotation.eps);
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++) x[i] *= scale * weight[lane + 32 * i];
-        }
-        float *own = exchange[threadIdx.x >> 5];
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) own[lane + 32 * i] = x[i];
-        __syncwarp();
-        int half_dim = rotation.rotary_dim / 2;
-        const float2 *angle = angles + (u64)row.position * half_dim;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            int d = lane + 32 * i;
-            if (d < half_dim) {
-                float2 turn = angle[d];
-                x[i] = x[i] * turn.x - own[d + half_dim] * turn.y;
-            } else if (d < rotation.rotary_dim) {
-                float2 turn = angle[d - half_dim];
-                x[i] = x[i] * turn.x + own[d - half_dim] * turn.y;
-            }
-        }
+    for (int i = 0; i < PER_LANE; i++) {
+        int d = lane + 32 * i;
+        scale_by[i] = rotation.normed && (is_q || is_k) ? (is_q ? q_weight : k_weight)[d] : 1.0f;
+        if (d < rotation.rotary_dim) turn[i] = angles[(u64)row.position * half_dim + (d < half_dim ? d : d - half_dim)];
     }
     f16 *to;
     if (is_q) {
@@ -86,6 +64,31 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
         u32 block = table[(u64)row.sequence * header->table_pitch + row.position / shape.block_tokens];
         u64 token = ((u64)block * shape.kv_heads + kv_head) * shape.block_tokens + row.position % shape.block_tokens;
         to = (is_k ? k_cache : v_cache) + token * D;
+    }
+    wait_for_previous_kernel();
+    float x[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) x[i] = half_to_float(from[lane + 32 * i]);
+
+    if (is_q || is_k) {
+        if (rotation.normed) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) squares += x[i] * x[i];
+            float scale = rsqrtf(warp_sum(squares) * (1.0f / D) + rotation.eps);
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) x[i] *= scale * scale_by[i];
+        }
+        float *own = exchange[threadIdx.x >> 5];
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) own[lane + 32 * i] = x[i];
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            int d = lane + 32 * i;
+            if (d < half_dim) x[i] = x[i] * turn[i].x - own[d + half_dim] * turn[i].y;
+            else if (d < rotation.rotary_dim) x[i] = x[i] * turn[i].x + own[d - half_dim] * turn[i].y;
+        }
     }
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) to[lane + 32 * i] = float_to_half(x[i]);

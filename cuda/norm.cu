@@ -9,9 +9,18 @@
 
 #define MAX_VECTORS 2 // float4 a thread: blocks have at least hidden / 8 threads
 
+// The weight of this thread's vectors: read before the wait, since no kernel writes it.
+DEVICE void load_weight(float4 (&w)[MAX_VECTORS], const float4 *weight, int vectors) {
+#pragma unroll
+    for (int i = 0; i < MAX_VECTORS; i++) {
+        int at = threadIdx.x + i * blockDim.x;
+        if (at < vectors) w[i] = weight[at];
+    }
+}
+
 // Writes one row's normalised values from registers.
-DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16 *normed, int vectors, float eps,
-                       float *scratch) {
+DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 (&weight)[MAX_VECTORS], f16 *normed, int vectors,
+                       float eps, float *scratch) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < MAX_VECTORS; i++) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
@@ -20,7 +29,7 @@ DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16
     for (int i = 0; i < MAX_VECTORS; i++) {
         int at = threadIdx.x + i * blockDim.x;
         if (at < vectors) {
-            float4 w = weight[at];
+            float4 w = weight[i];
             uint2 packed = make_uint2(pack_half2(x[i].x * scale * w.x, x[i].y * scale * w.y),
                                       pack_half2(x[i].z * scale * w.z, x[i].w * scale * w.w));
             ((uint2 *)normed)[at] = packed;
@@ -33,9 +42,11 @@ DEVICE void finish_row(const float4 (&x)[MAX_VECTORS], const float4 *weight, f16
 KERNEL embed_norm(const f16 *table, const u32 *tokens, const u32 *ring, const float4 *weight, float *residual, f16 *normed, int hidden,
                   float eps) {
     __shared__ float scratch[32];
+    int row = blockIdx.x, vectors = hidden / 4;
+    float4 w[MAX_VECTORS];
+    load_weight(w, weight, vectors);
     let_next_kernel_start();
     wait_for_previous_kernel();
-    int row = blockIdx.x, vectors = hidden / 4;
     u32 token = tokens[row];
     if (token & 0x80000000u) token = ring[token & 0x7fffffffu];
     const uint2 *from = (const uint2 *)(table + (u64)token * hidden);
@@ -52,7 +63,7 @@ KERNEL embed_norm(const f16 *table, const u32 *tokens, const u32 *ring, const fl
             out[at] = x[i];
         }
     }
-    finish_row(x, weight, normed + (u64)row * hidden, vectors, eps, scratch);
+    finish_row(x, w, normed + (u64)row * hidden, vectors, eps, scratch);
 }
 
 // For output row r, with s = select ? select[r] : r:
@@ -62,6 +73,8 @@ KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, c
                 f16 *normed, int hidden, float eps, int keep) {
     __shared__ float scratch[32];
     int vectors = hidden / 4;
+    float4 w[MAX_VECTORS];
+    load_weight(w, weight, vectors);
     let_next_kernel_start();
     wait_for_previous_kernel();
     u32 source = select ? select[blockIdx.x] : blockIdx.x;
@@ -91,5 +104,5 @@ KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, c
             if (at < vectors) in[at] = x[i];
         }
     }
-    finish_row(x, weight, normed + (u64)blockIdx.x * hidden, vectors, eps, scratch);
+    finish_row(x, w, normed + (u64)blockIdx.x * hidden, vectors, eps, scratch);
 }

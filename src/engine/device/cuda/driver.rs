@@ -141,6 +141,13 @@ fn facts(ordinal: i32, driver: (i32, i32)) -> Result<GpuFacts> {
     })
 }
 
+/// Waits for the null stream. Its copies and fills may still be under way when their calls return, and streams of this
+/// device, which are non-blocking, do not wait for it by themselves.
+fn settle() -> Result<()> {
+    // SAFETY: the null stream of the current context always exists.
+    check(unsafe { result::stream::synchronize(std::ptr::null_mut()) }, || "waiting for a copy".to_string())
+}
+
 /// A kernel ready to launch. Valid as long as its [`Gpu`], which never unloads modules.
 #[derive(Debug, Clone, Copy)]
 pub struct Kernel {
@@ -329,6 +336,7 @@ impl Gpu {
         // SAFETY: the buffer holds at least `bytes`.
         let code = unsafe { result::memset_d8_sync(buffer.pointer, 0, bytes as usize) };
         check(code, || format!("zeroing {bytes} bytes"))?;
+        settle()?;
         Ok(buffer)
     }
 
@@ -401,9 +409,10 @@ impl DeviceBuffer {
     pub fn write<T: Plain>(&self, offset: u64, values: &[T]) -> Result<()> {
         self.within(offset, size_of_val(values) as u64)?;
         self.gpu.bind()?;
-        // SAFETY: the range was checked, and the copy is done when the call returns.
+        // SAFETY: the range was checked; the driver has taken the bytes when the call returns.
         let code = unsafe { result::memcpy_htod_sync(self.pointer + offset, values) };
-        check(code, || "copying to the GPU".to_string())
+        check(code, || "copying to the GPU".to_string())?;
+        settle()
     }
 
     /// Waits for queued work, then copies out `count` values from `offset` bytes.

@@ -8,8 +8,8 @@ use crate::{Error, Result};
 
 /// Warps of a block and tokens a warp takes at a time, as in the file.
 const WARPS: usize = 4;
-/// The fewest tiles of 16 tokens worth a block of its own: two for each warp.
-const MIN_TILES: i32 = 8;
+/// The fewest tiles of 16 tokens worth a block of its own: one for each warp.
+const MIN_TILES: i32 = 4;
 /// Most blocks that share a row and head.
 const MAX_SPLITS: usize = 64;
 
