@@ -12,6 +12,7 @@ pub mod populations;
 pub mod quantile;
 pub mod recorder;
 pub mod rows;
+pub mod saturate;
 pub mod statistics;
 pub mod steady;
 pub mod summarize;

@@ -18,3 +18,4 @@ pub mod schedule;
 pub mod seeds;
 pub mod slo;
 pub mod spec;
+pub mod values;

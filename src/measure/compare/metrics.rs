@@ -62,7 +62,7 @@ pub fn per_request(name: &str) -> bool {
 
 /// The quantile a column is, where it is one.
 pub fn quantile_of(name: &str) -> Option<f64> {
-    [("_p50", 0.50), ("_p90", 0.90), ("_p99", 0.99)]
+    [("p50", 0.50), ("p90", 0.90), ("p99", 0.99)]
         .into_iter()
         .find(|(part, _)| name.contains(part))
         .map(|(_, quantile)| quantile)

@@ -9,7 +9,7 @@ mod requests;
 mod rows;
 mod vllm;
 
-pub use metrics::{METRICS, Metric};
+pub use metrics::{METRICS, Metric, quantile_of};
 pub use read::read;
 pub use rows::{DiffRow, to_csv, to_json};
 

@@ -1,0 +1,298 @@
+//! The highest request rate that keeps the limits: bracketing by doubling, then bisection.
+//!
+//! A driver without a device: a closure runs one repeat at a rate. A rate is judged from repeats. It *keeps* the limits
+//! when for each of them the upper end of the one-sided 95 % interval of the mean over repeats (Student's t) is within
+//! it, and *breaks* them when for one of them the lower end is beyond it. A first repeat that is clear of every limit by a
+//! factor of two, or beyond one by it, decides alone. What is still open after the last repeat goes by the means and is
+//! marked so. A failed request breaks any limit.
+
+use super::quantile::supported;
+use super::statistics::{mean, t_quantile, variance};
+use super::summary::Summary;
+use crate::workload::rate::Rate;
+use crate::workload::slo::Slo;
+use crate::{Error, Result};
+
+/// Of each one-sided decision about a rate.
+pub const CONFIDENCE: f64 = 0.95;
+const CLEAR_FACTOR: f64 = 2.0;
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct SearchOptions {
+    pub slo: Slo,
+    /// Where bracketing starts, and how far it may go.
+    pub start: f64,
+    pub lowest: f64,
+    pub highest: f64,
+    /// Bisection ends when the rates on both sides of the answer differ by this share.
+    pub precision: f64,
+    pub most_repeats: u32,
+}
+
+impl Default for SearchOptions {
+    fn default() -> Self {
+        Self {
+            slo: Slo::default(),
+            start: 1.0,
+            lowest: 1.0 / 64.0,
+            highest: 4096.0,
+            precision: 0.05,
+            most_repeats: 5,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Judgement {
+    Keeps,
+    Breaks,
+}
+
+/// What was found at one rate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Judged {
+    pub rate: Rate,
+    pub judgement: Judgement,
+    /// Decided with [`CONFIDENCE`] rather than by the means alone.
+    pub certain: bool,
+    pub repeats: Vec<Summary>,
+}
+
+impl Judged {
+    /// Mean over the repeats of completed requests a second that kept the limits.
+    pub fn goodput(&self) -> Option<f64> {
+        let values: Option<Vec<f64>> = self.repeats.iter().map(|summary| summary.goodput).collect();
+        values.filter(|values| !values.is_empty()).map(|values| mean(&values))
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Saturation {
+    /// Highest rate found to keep the limits; `None` when even the lowest one breaks them.
+    pub keeps: Option<Judged>,
+    /// Lowest rate found to break them; `None` when even the highest one keeps them.
+    pub breaks: Option<Judged>,
+    /// Every rate tried, in order.
+    pub tried: Vec<Judged>,
+}
+
+/// # Errors
+/// No limits; a limit whose percentile the runs are too short to support; what `run` says.
+pub fn search(
+    options: &SearchOptions,
+    mut run: impl FnMut(Rate, u32) -> Result<Summary>,
+) -> Result<Saturation> {
+    if options.slo.is_empty() {
+        return Err(Error::invalid(
+            "there are no limits to keep",
+            "give --slo, for example --slo ttft_p99=500",
+        ));
+    }
+    let mut found = Saturation { keeps: None, breaks: None, tried: Vec::new() };
+    let mut per_s = options.start.clamp(options.lowest, options.highest);
+    loop {
+        let judged = judge(Rate::new(per_s)?, options, &mut run)?;
+        found.tried.push(judged.clone());
+        match judged.judgement {
+            Judgement::Keeps => found.keeps = Some(judged),
+            Judgement::Breaks => found.breaks = Some(judged),
+        }
+        let keeps = found.keeps.as_ref().map(|judged| judged.rate.per_s());
+        let breaks = found.breaks.as_ref().map(|judged| judged.rate.per_s());
+        per_s = match (keeps, breaks) {
+            (Some(keeps), Some(breaks)) if breaks <= keeps * (1.0 + options.precision) => return Ok(found),
+            (Some(keeps), Some(breaks)) => (keeps * breaks).sqrt(),
+            (Some(keeps), None) if keeps >= options.highest => return Ok(found),
+            (Some(keeps), None) => (keeps * 2.0).min(options.highest),
+            (None, Some(breaks)) if breaks <= options.lowest => return Ok(found),
+            (None, Some(breaks)) => (breaks / 2.0).max(options.lowest),
+            (None, None) => return Ok(found),
+        };
+    }
+}
+
+fn judge(
+    rate: Rate,
+    options: &SearchOptions,
+    run: &mut impl FnMut(Rate, u32) -> Result<Summary>,
+) -> Result<Judged> {
+    let mut repeats = Vec::new();
+    loop {
+        let summary = run(rate, repeats.len() as u32)?;
+        check_support(&summary, &options.slo)?;
+        repeats.push(summary);
+        let verdict = verdict(&repeats, &options.slo);
+        let last = repeats.len() as u32 >= options.most_repeats.max(1);
+        if verdict.1 || last {
+            return Ok(Judged { rate, judgement: verdict.0, certain: verdict.1, repeats });
+        }
+    }
+}
+
+fn check_support(summary: &Summary, slo: &Slo) -> Result<()> {
+    let short = slo.limits().find(|limit| {
+        let quantile = super::compare::quantile_of(limit.statistic).unwrap_or(0.0);
+        limit.latency != "itl" && summary.failed == 0 && !supported(summary.completed, quantile)
+    });
+    match short {
+        Some(limit) => Err(Error::invalid(
+            format!("{} cannot be told from {} requests", limit.name, summary.completed),
+            "raise --prompts: a p99 needs 100 requests or more, a p90 10",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The judgement by the means so far, and whether it is certain.
+fn verdict(repeats: &[Summary], slo: &Slo) -> (Judgement, bool) {
+    if repeats.iter().any(|summary| summary.failed > 0) {
+        return (Judgement::Breaks, true);
+    }
+    let mut all_keep = true;
+    let mut all_certain = true;
+    for limit in slo.limits() {
+        // The share of the limit that is used up, a value a repeat; a latency that does not exist uses nothing.
+        let used: Vec<f64> = repeats
+            .iter()
+            .map(|summary| summary.metric(&format!("{}_ms", limit.name)).unwrap_or(0.0) / limit.limit_ms)
+            .collect();
+        let middle = mean(&used);
+        let half = match used.len() {
+            1 => f64::INFINITY,
+            // A two-sided 90 % quantile is the one-sided 95 % one.
+            n => {
+                let quantile = t_quantile(2.0 * CONFIDENCE - 1.0, n as f64 - 1.0);
+                quantile * (variance(&used) / n as f64).sqrt()
+            }
+        };
+        let clear = used.len() == 1 && (middle > CLEAR_FACTOR || middle < 1.0 / CLEAR_FACTOR);
+        if middle > 1.0 && (clear || middle - half > 1.0) {
+            return (Judgement::Breaks, true);
+        }
+        all_keep &= middle <= 1.0;
+        all_certain &= middle <= 1.0 && (clear || middle + half <= 1.0);
+    }
+    (if all_keep { Judgement::Keeps } else { Judgement::Breaks }, all_keep && all_certain)
+}
+
+/// Ends a sweep over rising rates once going on can teach nothing: two finite rates in a row whose throughput stayed
+/// below 80 % of what was offered, the second no more than 5 % above the first. A flood is still worth running.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct OverSaturation {
+    /// Throughput of the last rate, if it was over-saturated.
+    last: Option<f64>,
+    certain_at: Option<f64>,
+}
+
+impl OverSaturation {
+    /// A rate's median request throughput; call in order of rising rates.
+    pub fn observe(&mut self, rate: Rate, request_throughput: f64) {
+        let Some(per_s) = rate.finite() else { return };
+        let over = request_throughput < 0.8 * per_s;
+        if over
+            && self.certain_at.is_none()
+            && self.last.is_some_and(|last| request_throughput <= 1.05 * last)
+        {
+            self.certain_at = Some(per_s);
+        }
+        self.last = over.then_some(request_throughput);
+    }
+
+    /// Whether this rate need not be run any more.
+    pub fn skips(&self, rate: Rate) -> bool {
+        rate.finite().zip(self.certain_at).is_some_and(|(per_s, certain_at)| per_s > certain_at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(slo: &str) -> SearchOptions {
+        SearchOptions { slo: slo.parse().unwrap(), ..SearchOptions::default() }
+    }
+
+    /// An M/D/1 queue's mean wait on top of a service time of 100 ms: breaks any limit before 10 a second.
+    fn queue(rate: Rate, noise: f64) -> Summary {
+        let load: f64 = (rate.per_s() / 10.0).min(0.999);
+        let ttft_ms = (100.0 + 100.0 * load / (2.0 * (1.0 - load))) * (1.0 + noise);
+        Summary {
+            completed: 200,
+            ttft_p99_ms: Some(ttft_ms),
+            goodput: Some(rate.per_s().min(10.0)),
+            ..Summary::default()
+        }
+    }
+
+    #[test]
+    fn the_knee_is_found_within_the_precision() {
+        // 250 ms is reached at load l with l / (2 (1 - l)) = 1.5: l = 0.75, so 7.5 a second.
+        let found = search(&options("ttft_p99=250"), |rate, _| Ok(queue(rate, 0.0))).unwrap();
+        let (keeps, breaks) = (found.keeps.unwrap(), found.breaks.unwrap());
+        assert!(keeps.rate.per_s() <= 7.5 && 7.5 <= breaks.rate.per_s());
+        assert!(breaks.rate.per_s() <= 1.05 * keeps.rate.per_s());
+        assert_eq!(keeps.goodput(), Some(keeps.rate.per_s()));
+        assert!(found.tried.iter().all(|judged| judged.certain));
+    }
+
+    #[test]
+    fn noise_takes_repeats_near_the_limit_and_none_far_from_it() {
+        let noise = [0.02, -0.02, 0.01, -0.01, 0.0];
+        let run = |rate, repeat: u32| Ok(queue(rate, noise[repeat as usize]));
+        let found = search(&options("ttft_p99=250"), run).unwrap();
+        let repeats = |per_s: f64| {
+            let judged = found.tried.iter().find(|judged| judged.rate.per_s() == per_s).unwrap();
+            judged.repeats.len()
+        };
+        assert_eq!((repeats(1.0), repeats(2.0)), (1, 1));
+        assert!(repeats(8.0) > 1);
+        assert!(found.tried.iter().any(|judged| judged.repeats.len() > 1));
+        let keeps = found.keeps.unwrap().rate.per_s();
+        assert!((6.9..=7.6).contains(&keeps), "{keeps}");
+    }
+
+    #[test]
+    fn bounds_of_the_search_are_kept() {
+        let always = |ttft_ms: f64| {
+            move |_: Rate, _: u32| {
+                Ok(Summary { completed: 200, ttft_p99_ms: Some(ttft_ms), ..Summary::default() })
+            }
+        };
+        let found = search(&options("ttft_p99=100"), always(1.0)).unwrap();
+        assert_eq!((found.keeps.unwrap().rate.per_s(), found.breaks), (4096.0, None));
+        let found = search(&options("ttft_p99=100"), always(1000.0)).unwrap();
+        assert_eq!((found.keeps, found.breaks.unwrap().rate.per_s()), (None, 1.0 / 64.0));
+    }
+
+    #[test]
+    fn failed_requests_break_every_limit() {
+        let run = |rate: Rate, _| Ok(Summary { failed: usize::from(rate.per_s() > 3.0), ..queue(rate, 0.0) });
+        let keeps = search(&options("ttft_p99=10000"), run).unwrap().keeps.unwrap();
+        assert!((2.8..=3.0).contains(&keeps.rate.per_s()));
+    }
+
+    #[test]
+    fn limits_that_cannot_be_told_are_refused() {
+        let short = |rate, _| Ok(Summary { completed: 50, ..queue(rate, 0.0) });
+        let error = search(&options("ttft_p99=250"), short).unwrap_err();
+        assert!(error.to_string().contains("ttft_p99") && error.hint().contains("--prompts"));
+        assert!(search(&options(""), |rate, _| Ok(queue(rate, 0.0))).is_err());
+    }
+
+    #[test]
+    fn a_sweep_ends_once_over_saturation_is_certain() {
+        let rate = |per_s| Rate::new(per_s).unwrap();
+        let mut rule = OverSaturation::default();
+        // Part 1's throughputs.
+        for (per_s, throughput) in [(1.0, 0.99), (4.0, 3.77), (6.0, 5.41), (8.0, 6.37)] {
+            rule.observe(rate(per_s), throughput);
+            assert!(!rule.skips(rate(10.0)), "after {per_s}");
+        }
+        rule.observe(rate(10.0), 6.22);
+        assert!(rule.skips(rate(16.0)) && !rule.skips(Rate::FLOOD) && !rule.skips(rate(10.0)));
+        let mut still_rising = OverSaturation::default();
+        still_rising.observe(rate(10.0), 6.0);
+        still_rising.observe(rate(20.0), 9.0);
+        assert!(!still_rising.skips(rate(40.0)));
+    }
+}
