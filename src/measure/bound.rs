@@ -140,3 +140,64 @@ pub fn bound_by(record: &ArmRecord, ceilings: &Ceilings) -> Option<BoundBy> {
 fn is_flood(record: &ArmRecord) -> bool {
     record.requests.iter().all(|request| request.intended_s <= 0.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::account::ByteClasses;
+    use crate::engine::step_report::StepKind;
+    use crate::measure::testing::{answered, record_of, step};
+
+    const CEILINGS: Ceilings = Ceilings {
+        read_bytes_per_s: 1e9,
+        copy_bytes_per_s: 1e9,
+        flops_per_s: 1e12,
+        launch_s: 0.0,
+        measured: true,
+    };
+
+    /// Ten steps of 10 ms, with bytes in megabytes (a millisecond each) and FLOPs in milliseconds.
+    fn record(weights: u64, state: u64, kv: u64, compute: u64, held: Option<HeldBack>) -> ArmRecord {
+        let steps = (0..10).map(|index| {
+            let mut step = step(StepKind::Decode, f64::from(index) * 0.01, f64::from(index + 1) * 0.01);
+            let bytes =
+                ByteClasses { weights: weights << 20, state: state << 20, kv: kv << 20, activations: 0 };
+            step.report.cost = StepCost { bytes, flops: compute * 1_050_000_000, floor_s: 0.0 };
+            step.report.held_back_by = held;
+            step
+        });
+        record_of(vec![answered(0.0, 0.0, &[0.1])], steps.collect())
+    }
+
+    fn bound(record: &ArmRecord) -> &'static str {
+        bound_by(record, &CEILINGS).map_or("", BoundBy::as_str)
+    }
+
+    #[test]
+    fn a_limit_binds_while_a_further_sequence_would_be_cheap() {
+        assert_eq!(bound(&record(8, 1, 0, 2, Some(HeldBack::Seats))), "seats");
+        assert_eq!(bound(&record(8, 1, 0, 2, Some(HeldBack::StateSlots))), "blocks");
+        assert_eq!(bound(&record(8, 1, 0, 2, Some(HeldBack::TokenBudget))), "token_budget");
+        // Once private work dominates, more seats would not help: the work itself binds.
+        assert_eq!(bound(&record(4, 6, 1, 2, Some(HeldBack::Seats))), "state");
+        assert_eq!(bound(&record(4, 1, 6, 2, Some(HeldBack::Seats))), "kv");
+        assert_eq!(bound(&record(4, 1, 1, 9, Some(HeldBack::Blocks))), "compute");
+    }
+
+    #[test]
+    fn a_flood_without_a_limit_is_bound_by_its_dearest_class() {
+        assert_eq!(bound(&record(8, 1, 0, 2, None)), "weights");
+        assert_eq!(bound(&record(8, 9, 0, 2, None)), "state");
+    }
+
+    #[test]
+    fn arrivals_and_the_host_come_first() {
+        let mut trickle = record(8, 1, 0, 2, None);
+        trickle.requests[0].intended_s = 0.02;
+        assert_eq!(bound(&trickle), "arrivals");
+        let mut idle = record(8, 1, 0, 2, Some(HeldBack::Seats));
+        idle.steps.iter_mut().for_each(|step| step.report.device_s = 0.004);
+        assert_eq!(bound(&idle), "host");
+        assert_eq!(bound(&ArmRecord::default()), "");
+    }
+}

@@ -8,6 +8,8 @@ pub mod bound;
 pub mod checks;
 pub mod compare;
 pub mod fairness;
+pub mod gpu_state;
+pub mod nvml;
 pub mod populations;
 pub mod quantile;
 pub mod recorder;

@@ -108,6 +108,8 @@ pub struct Recorder {
     by_id: HashMap<RequestId, usize>,
     steps: Vec<StepRecord>,
     in_flight: usize,
+    answered: usize,
+    tokens: usize,
     /// End of the last step, or the moment that ended an idle time: where the next step's wall time starts.
     wall_from_s: f64,
 }
@@ -121,6 +123,8 @@ impl Recorder {
             by_id: HashMap::new(),
             steps: Vec::new(),
             in_flight: 0,
+            answered: 0,
+            tokens: 0,
             wall_from_s: 0.0,
         }
     }
@@ -193,10 +197,12 @@ impl Recorder {
                         self.requests[index].finish_s = Some(delivered_s);
                         self.requests[index].outcome = Outcome::Finished(reason);
                         self.in_flight -= 1;
+                        self.answered += 1;
                     }
                 }
             }
         }
+        self.tokens += tokens_in_step;
         let wall_s = report.end_s - self.wall_from_s.min(report.start_s);
         self.wall_from_s = report.end_s;
         self.steps.push(StepRecord { report, wall_s, delivered_s, tokens: tokens_in_step });
@@ -208,12 +214,12 @@ impl Recorder {
 
     /// Requests answered so far.
     pub fn finished(&self) -> usize {
-        self.requests.iter().filter(|request| request.finish_s.is_some()).count()
+        self.answered
     }
 
     /// Tokens received so far.
     pub fn tokens(&self) -> usize {
-        self.steps.iter().map(|step| step.tokens).sum()
+        self.tokens
     }
 
     pub fn finish(mut self) -> ArmRecord {
@@ -322,5 +328,110 @@ pub fn held_back_name(limit: HeldBack) -> &'static str {
         HeldBack::StateSlots => "state_slots",
         HeldBack::Blocks => "blocks",
         HeldBack::TokenBudget => "token_budget",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::request::{Request, SamplingParams};
+    use crate::engine::step_report::StepKind;
+    use crate::measure::testing::report;
+
+    fn due(index: usize, intended_s: f64) -> Due {
+        let request = Request {
+            prompt: vec![1, 2, 3],
+            max_tokens: 4,
+            sampling: SamplingParams::default(),
+            seed: 0,
+            stop_tokens: Vec::new(),
+            ignore_eos: true,
+        };
+        Due { index, intended_s, role: Role::Load, request }
+    }
+
+    fn tokens(id: u64, tokens: &[u32]) -> Event {
+        Event::Tokens { request: RequestId(id), tokens: tokens.to_vec() }
+    }
+
+    fn scheduled(id: u64) -> Event {
+        Event::Scheduled { request: RequestId(id), again: false }
+    }
+
+    fn finished(id: u64) -> Event {
+        Event::Finished { request: RequestId(id), reason: FinishReason::Length }
+    }
+
+    fn step(recorder: &mut Recorder, start_s: f64, end_s: f64, events: Vec<Event>) {
+        let mut report = report(StepKind::Decode, start_s, end_s);
+        report.events = events;
+        recorder.step(report, end_s);
+    }
+
+    #[test]
+    fn times_count_from_the_intended_arrival_and_the_run_s_origin() {
+        let mut recorder = Recorder::new(100.0);
+        recorder.submitted(&due(0, 100.5), RequestId(7), 100.75);
+        step(&mut recorder, 101.0, 102.0, vec![scheduled(7), tokens(7, &[5])]);
+        step(&mut recorder, 102.0, 102.5, vec![tokens(7, &[6]), finished(7)]);
+        let record = recorder.finish();
+        let request = &record.requests[0];
+        assert_eq!((request.intended_s, request.schedule_delay_s()), (0.5, Some(0.25)));
+        assert_eq!(
+            (request.queue_s(), request.ttft_s(), request.e2el_s()),
+            (Some(0.5), Some(1.5), Some(2.0))
+        );
+        assert_eq!((request.tpot_s(), request.output.as_slice()), (Some(0.5), [5, 6].as_slice()));
+        assert_eq!(record.duration_s, 2.5);
+        let row = record.request_rows("a", 0).next().unwrap();
+        assert_eq!((row.ttft_ms, row.status.as_str(), row.output_tokens), (Some(1500.0), "length", 2));
+        assert_eq!(record.token_rows("a", 0).next().unwrap().times_s, "2.000000;2.500000");
+    }
+
+    #[test]
+    fn tokens_of_one_speculative_step_arrive_together() {
+        let mut recorder = Recorder::new(0.0);
+        recorder.submitted(&due(0, 0.0), RequestId(0), 0.0);
+        step(&mut recorder, 0.0, 1.0, vec![scheduled(0), tokens(0, &[1])]);
+        step(&mut recorder, 1.0, 2.0, vec![tokens(0, &[2, 3, 4]), finished(0)]);
+        let record = recorder.finish();
+        assert_eq!(record.requests[0].gaps_s().collect::<Vec<_>>(), [1.0, 0.0, 0.0]);
+        assert_eq!(record.steps[1].tokens, 3);
+    }
+
+    #[test]
+    fn step_time_runs_from_end_to_end_and_leaves_idle_time_out() {
+        let mut recorder = Recorder::new(0.0);
+        recorder.submitted(&due(0, 0.0), RequestId(0), 0.0);
+        step(&mut recorder, 0.25, 1.0, vec![tokens(0, &[1])]);
+        step(&mut recorder, 1.5, 2.0, vec![tokens(0, &[2]), finished(0)]);
+        // Nothing to do until a request comes at 5 s.
+        recorder.submitted(&due(1, 5.0), RequestId(1), 5.0);
+        step(&mut recorder, 5.5, 6.0, vec![tokens(1, &[1]), finished(1)]);
+        let walls: Vec<f64> = recorder.finish().steps.iter().map(|step| step.wall_s).collect();
+        assert_eq!(walls, [1.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn preemptions_and_refusals_are_kept_with_the_request() {
+        let mut recorder = Recorder::new(0.0);
+        recorder.submitted(&due(1, 0.0), RequestId(0), 0.0);
+        recorder.refused(&due(0, 0.0), &crate::Error::invalid("too long", ""));
+        step(&mut recorder, 0.0, 1.0, vec![scheduled(0), tokens(0, &[1])]);
+        let preempted = Event::Preempted { request: RequestId(0), computed_tokens: 4 };
+        step(&mut recorder, 1.0, 2.0, vec![preempted, scheduled(0), tokens(0, &[2])]);
+        assert_eq!((recorder.finished(), recorder.tokens()), (0, 2));
+        let record = recorder.finish();
+        let rows: Vec<RequestRow> = record.request_rows("a", 2).collect();
+        assert_eq!((rows[0].status.as_str(), rows[0].error.as_str()), ("refused", "too long"));
+        assert_eq!(
+            (rows[1].status.as_str(), rows[1].preemptions, rows[1].recomputed_tokens),
+            ("unfinished", 1, 4)
+        );
+        assert_eq!(
+            record.requests[1].queue_s(),
+            Some(0.0),
+            "the first scheduling counts, not the one after preemption"
+        );
     }
 }

@@ -59,3 +59,38 @@ pub fn window(record: &ArmRecord) -> Option<Window> {
     let window = Window { start_s: steps[first].delivered_s, end_s: steps[last].delivered_s };
     (last - first >= FEWEST_STEPS && window.length_s() > 0.0).then_some(window)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::step_report::StepKind;
+    use crate::measure::testing::{answered, record_of, step};
+
+    /// Steps of one second with the given numbers running.
+    fn record(running: &[usize]) -> ArmRecord {
+        let steps = running.iter().enumerate().map(|(index, &running)| {
+            let mut step = step(StepKind::Decode, index as f64, index as f64 + 1.0);
+            step.report.running = running;
+            step
+        });
+        let tokens: Vec<f64> = (1..=running.len()).map(|second| second as f64).collect();
+        record_of(vec![answered(0.0, 0.0, &tokens)], steps.collect())
+    }
+
+    #[test]
+    fn filling_and_drain_are_left_out() {
+        let mut running = vec![2, 4, 6];
+        running.extend([8; 20]);
+        running.extend([6, 4, 2]);
+        let record = record(&running);
+        let window = window(&record).unwrap();
+        assert_eq!((window.start_s, window.end_s), (4.0, 23.0));
+        assert_eq!((window.tokens(&record), window.requests(&record)), (19, 0));
+    }
+
+    #[test]
+    fn a_run_that_never_settles_has_no_steady_window() {
+        assert_eq!(window(&record(&[1, 2, 4, 8, 4, 2, 1])), None);
+        assert_eq!(window(&ArmRecord::default()), None);
+    }
+}

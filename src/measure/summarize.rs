@@ -190,3 +190,71 @@ fn steps(summary: &mut Summary, record: &ArmRecord, ceilings: &Ceilings) {
 fn share(rate: f64, ceiling: f64) -> Option<f64> {
     (ceiling > 0.0 && ceiling.is_finite()).then(|| rate / ceiling)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::account::{ByteClasses, StepCost};
+    use crate::engine::step_report::StepKind;
+    use crate::measure::testing::{answered, record_of, step};
+
+    const CEILINGS: Ceilings = Ceilings {
+        read_bytes_per_s: 1000.0,
+        copy_bytes_per_s: 1000.0,
+        flops_per_s: 10_000.0,
+        launch_s: 0.0,
+        measured: true,
+    };
+
+    fn summary(record: &ArmRecord, slo: &str) -> Summary {
+        let slo: Slo = slo.parse().unwrap();
+        let offered_rate = Some(Rate::FLOOD);
+        let conditions = Conditions { offered_rate, ceilings: &CEILINGS, slo: &slo, traffic_ratio: None };
+        summarize(record, &ArmLabel::default(), &conditions)
+    }
+
+    fn record() -> ArmRecord {
+        let requests = vec![answered(0.0, 0.0, &[1.0, 1.5, 2.0]), answered(0.0, 0.5, &[3.0, 3.0, 4.0])];
+        let mut steps: Vec<_> =
+            (0..4).map(|index| step(StepKind::Decode, index as f64, index as f64 + 1.0)).collect();
+        for step in &mut steps {
+            let bytes = ByteClasses { weights: 300, state: 100, kv: 75, activations: 25 };
+            step.report.cost = StepCost { bytes, flops: 1000, floor_s: 0.5 };
+            step.report.device_s = 0.75;
+            step.report.running = 2;
+        }
+        record_of(requests, steps)
+    }
+
+    #[test]
+    fn throughput_latency_and_shares_of_the_roof() {
+        let summary = summary(&record(), "");
+        assert_eq!((summary.request_throughput, summary.output_throughput), (Some(0.5), Some(1.5)));
+        assert_eq!(summary.total_throughput, Some(26.0 / 4.0));
+        assert_eq!((summary.ttft_mean_ms, summary.ttft_p50_ms), (Some(2000.0), Some(2000.0)));
+        // Gaps 0.5, 0.5, 0 and 1 s; TPOT (2 - 1)/2 and (4 - 3)/2.
+        assert_eq!((summary.itl_mean_ms, summary.itl_p50_ms), (Some(500.0), Some(500.0)));
+        assert_eq!(summary.tpot_p99_ms, Some(500.0));
+        assert_eq!((summary.bandwidth_fraction, summary.flops_fraction), (Some(0.5), Some(0.1)));
+        assert_eq!((summary.bytes_per_token, summary.host_fraction), (Some(500.0), Some(0.25)));
+        assert_eq!((summary.peak_output_throughput, summary.goodput), (Some(2.0), None));
+        assert_eq!(summary.bound_by, "weights");
+    }
+
+    #[test]
+    fn goodput_counts_requests_that_keep_every_limit() {
+        let goodput = |slo| summary(&record(), slo).goodput;
+        assert_eq!(goodput("ttft_p99=3000,e2el_p99=4000"), Some(0.5));
+        assert_eq!(goodput("ttft_p99=1000"), Some(0.25));
+        assert_eq!(goodput("ttft_p99=1000,itl_p99=400"), Some(0.0));
+        assert_eq!(goodput("itl_p50=500"), Some(0.5));
+        assert_eq!(goodput("itl_p99=900"), Some(0.25));
+    }
+
+    #[test]
+    fn a_run_without_requests_has_empty_fields() {
+        let summary = summary(&ArmRecord::default(), "ttft_p99=1");
+        assert_eq!((summary.requests, summary.ttft_p50_ms, summary.request_throughput), (0, None, None));
+        assert_eq!((summary.bound_by.as_str(), summary.steady_s), ("", None));
+    }
+}

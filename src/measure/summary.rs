@@ -139,3 +139,48 @@ impl Summary {
         serde_json::to_value(self).ok()?.get(column)?.as_f64()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_the_agreed_ones_in_order() {
+        let latency =
+            |name: &str| ["mean", "p50", "p90", "p99"].map(|part| format!("{name}_{part}_ms")).join(" ");
+        let expected = format!(
+            "experiment arm knob value repeat device simulated requests completed failed duration_s offered_rate \
+             achieved_rate request_throughput output_throughput peak_output_throughput total_throughput \
+             {} {} {} {} {} running_mean running_max waiting_max kv_usage_max preemptions recomputed_tokens drafted \
+             accepted step_ms_p50 step_ms_p99 device_ms_p50 bytes_per_token bandwidth_fraction flops_fraction \
+             traffic_ratio bound_by host_fraction steady_start_s steady_s steady_request_throughput \
+             steady_output_throughput goodput schema model weights load seed quick cpu_math config_hash build",
+            latency("ttft"),
+            latency("tpot"),
+            latency("itl"),
+            latency("e2el"),
+            latency("queue")
+        );
+        assert_eq!(columns().join(" "), expected);
+    }
+
+    #[test]
+    fn a_row_survives_csv_with_empty_fields_and_inf() {
+        let summary = Summary {
+            arm: "request_rate=inf".into(),
+            value: "inf".into(),
+            offered_rate: Some(Rate::FLOOD),
+            ttft_p50_ms: Some(12.5),
+            seed: u64::MAX,
+            ..Summary::default()
+        };
+        let mut writer = csv::Writer::from_writer(Vec::new());
+        writer.serialize(&summary).unwrap();
+        let text = String::from_utf8(writer.into_inner().unwrap()).unwrap();
+        assert_eq!(text.lines().next().unwrap(), columns().join(","));
+        assert!(text.contains(",inf,,"), "{text}");
+        let read: Summary = csv::Reader::from_reader(text.as_bytes()).deserialize().next().unwrap().unwrap();
+        assert_eq!(read, summary);
+        assert_eq!((read.metric("ttft_p50_ms"), read.metric("ttft_p99_ms")), (Some(12.5), None));
+    }
+}
