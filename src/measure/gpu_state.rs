@@ -89,6 +89,30 @@ impl GpuState {
         })
     }
 
+    /// Name and value of each figure there is, for run.json.
+    pub fn facts(&self) -> Vec<(String, String)> {
+        let whole = |name: &str, value: Option<u32>| value.map(|value| (name.to_string(), value.to_string()));
+        let watts =
+            |name: &str, value: Option<f64>| value.map(|value| (name.to_string(), format!("{value:.0}")));
+        let share = |name: &str, value: f64| Some((name.to_string(), format!("{value:.3}")));
+        let facts = [
+            whole("SM clock MHz, least", self.sm_mhz_min),
+            whole("SM clock MHz, median", self.sm_mhz_median),
+            whole("SM clock MHz, most", self.sm_mhz_max),
+            whole("memory clock MHz, median", self.memory_mhz_median),
+            watts("power W, mean", self.power_w_mean),
+            watts("power W, most", self.power_w_max),
+            watts("power limit W", self.power_limit_w),
+            whole("temperature C, start", self.temperature_c_start),
+            whole("temperature C, end", self.temperature_c_end),
+            whole("temperature C, most", self.temperature_c_max),
+            share("share of readings capped by power", self.power_capped_share),
+            share("share of readings throttled", self.throttled_share),
+            self.clock_drift.and_then(|drift| share("SM clock drift", drift)),
+        ];
+        facts.into_iter().flatten().collect()
+    }
+
     /// What a reader must know before comparing arms of this run.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
@@ -141,6 +165,9 @@ mod tests {
         assert_eq!((state.temperature_c_start, state.temperature_c_end), (Some(40), Some(59)));
         assert_eq!((state.power_w_mean, state.power_w_max), (Some(309.5), Some(319.0)));
         assert!(state.warnings().is_empty());
+        let facts = state.facts();
+        assert!(facts.contains(&("power limit W".to_string(), "700".to_string())), "{facts:?}");
+        assert!(!facts.iter().any(|(name, _)| name.contains("memory")), "what was not read is left out");
     }
 
     #[test]

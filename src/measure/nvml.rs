@@ -12,6 +12,7 @@ use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 use nvml_wrapper::{Device, Nvml};
 
 use super::gpu_state::{GpuSample, GpuState, Throttle};
+use crate::engine::device::{DeviceInfo, DeviceKind};
 
 /// Which GPU to watch.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,6 +22,22 @@ pub enum WhichGpu {
     /// As CUDA prints it, `0000:3b:00.0`: safe whatever is visible.
     PciBusId(String),
 }
+
+impl WhichGpu {
+    /// The GPU behind a device: by the PCI bus id among its facts, else by the number in `cuda:N`. `None` for devices
+    /// that are no GPU.
+    pub fn of(info: &DeviceInfo) -> Option<Self> {
+        if info.kind != DeviceKind::Cuda {
+            return None;
+        }
+        let bus_id = info.facts.iter().find(|(name, _)| name == PCI_BUS_ID).map(|(_, id)| id.clone());
+        let ordinal = || info.id.rsplit(':').next().and_then(|number| number.parse().ok()).unwrap_or(0);
+        Some(bus_id.map_or_else(|| Self::Index(ordinal()), Self::PciBusId))
+    }
+}
+
+/// Name of the fact that tells GPUs apart.
+pub const PCI_BUS_ID: &str = "PCI bus id";
 
 pub struct GpuMonitor {
     stop: Sender<()>,
@@ -119,6 +136,22 @@ mod tests {
             }
             Err(reason) => assert!(reason.starts_with("no GPU readings: "), "{reason}"),
         }
+    }
+
+    #[test]
+    fn the_gpu_is_found_by_its_bus_then_by_its_number() {
+        let mut info = DeviceInfo {
+            kind: DeviceKind::Cuda,
+            id: "cuda:2".to_string(),
+            name: String::new(),
+            memory_bytes: 0,
+            facts: Vec::new(),
+        };
+        assert_eq!(WhichGpu::of(&info), Some(WhichGpu::Index(2)));
+        info.facts.push((PCI_BUS_ID.to_string(), "0000:3b:00.0".to_string()));
+        assert_eq!(WhichGpu::of(&info), Some(WhichGpu::PciBusId("0000:3b:00.0".to_string())));
+        info.kind = DeviceKind::Cpu;
+        assert_eq!(WhichGpu::of(&info), None);
     }
 
     #[test]

@@ -165,7 +165,7 @@ fn verdict(repeats: &[Summary], slo: &Slo) -> (Judgement, bool) {
                 quantile * (variance(&used) / n as f64).sqrt()
             }
         };
-        let clear = used.len() == 1 && (middle > CLEAR_FACTOR || middle < 1.0 / CLEAR_FACTOR);
+        let clear = used.len() == 1 && !(1.0 / CLEAR_FACTOR..=CLEAR_FACTOR).contains(&middle);
         if middle > 1.0 && (clear || middle - half > 1.0) {
             return (Judgement::Breaks, true);
         }

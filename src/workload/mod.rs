@@ -18,4 +18,3 @@ pub mod schedule;
 pub mod seeds;
 pub mod slo;
 pub mod spec;
-pub mod values;
