@@ -9,6 +9,7 @@ pub mod checks;
 pub mod compare;
 pub mod fairness;
 pub mod gpu_state;
+pub mod max_t;
 pub mod nvml;
 pub mod populations;
 pub mod quantile;

@@ -1,6 +1,6 @@
 //! What to say of one metric measured before and after: criterion's four words, or that there is too little to say.
 //!
-//! A change counts when its Holm-corrected p value is below 5 %; it is then `within noise` unless its whole 95 % interval
+//! A change counts when its p value, corrected for the number of metrics, is below 5 %; it is then `within noise` unless its whole 95 % interval
 //! lies beyond the noise floor of 1 %. Values without any variance are compared as they are: equal ones are `no change`,
 //! different ones a deterministic difference, which has a verdict and no p value.
 

@@ -16,7 +16,8 @@ pub use rows::{DiffRow, to_csv, to_json};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use super::statistics::holm;
+use super::max_t;
+use super::statistics::{CONFIDENCE, holm};
 use super::verdict::{Difference, Verdict};
 use crate::{Error, Result};
 
@@ -112,17 +113,39 @@ fn compare_arms(before: &ArmSamples, after: &ArmSamples) -> Vec<DiffRow> {
             Some((metric, Difference::of(one, other)?))
         })
         .collect();
-    let p_values: Vec<f64> = differences.iter().filter_map(|(_, difference)| difference.p).collect();
-    let mut corrected = holm(&p_values).into_iter();
+    let corrected = corrected_p_values(before, after, &differences);
     let arm =
         if before.arm == after.arm { before.arm.clone() } else { format!("{} -> {}", before.arm, after.arm) };
     differences
-        .into_iter()
-        .map(|(metric, difference)| {
-            let corrected_p = difference.p.and_then(|_| corrected.next());
-            DiffRow::new(&arm, metric, &difference, corrected_p)
-        })
+        .iter()
+        .zip(corrected)
+        .map(|((metric, difference), corrected_p)| DiffRow::new(&arm, metric, difference, corrected_p))
         .collect()
+}
+
+/// p values after correction for the number of metrics: by relabelling the repeats where there are enough of them for it
+/// to be able to decide (four a side), by Holm's rule otherwise. In order; `None` where there is no p value.
+fn corrected_p_values(
+    before: &ArmSamples,
+    after: &ArmSamples,
+    differences: &[(&Metric, Difference)],
+) -> Vec<Option<f64>> {
+    let tested = || differences.iter().filter(|(_, difference)| difference.p.is_some());
+    let sides: Vec<max_t::Sides> = tested()
+        .filter_map(|(metric, _)| {
+            Some((before.values.get(metric.name)?.as_slice(), after.values.get(metric.name)?.as_slice()))
+        })
+        .collect();
+    let sizes = |sides: &max_t::Sides| (sides.0.len(), sides.1.len());
+    let alike = sides.windows(2).all(|pair| sizes(&pair[0]) == sizes(&pair[1]));
+    let least_p = sides.first().map(sizes).map_or(1.0, |(one, other)| max_t::least_p(one, other));
+    let corrected = if alike && least_p < 1.0 - CONFIDENCE {
+        max_t::corrected(&sides)
+    } else {
+        holm(&tested().filter_map(|(_, difference)| difference.p).collect::<Vec<_>>())
+    };
+    let mut corrected = corrected.into_iter();
+    differences.iter().map(|(_, difference)| difference.p.and_then(|_| corrected.next())).collect()
 }
 
 #[cfg(test)]
@@ -169,6 +192,21 @@ mod tests {
         let warnings = compare(&before, &after).unwrap().warnings;
         assert_eq!(warnings.len(), 2);
         assert!(warnings[0].contains("device differs: cpu before, cuda:0 after"), "{warnings:?}");
+    }
+
+    /// With enough repeats, metrics that move together do not drown each other.
+    #[test]
+    fn metrics_that_move_together_are_not_charged_for_each() {
+        let (mut before, mut after) = (arm("a", &[], &[]), arm("a", &[], &[]));
+        for (index, metric) in METRICS.iter().enumerate() {
+            let scaled = |values: [f64; 5]| values.map(|value| value * (1.0 + index as f64)).to_vec();
+            before.values.insert(metric.name.to_string(), scaled([100.0, 102.0, 98.0, 101.0, 99.0]));
+            after.values.insert(metric.name.to_string(), scaled([105.0, 107.0, 103.0, 106.0, 104.0]));
+        }
+        let rows = compare(&set(&[before]), &set(&[after])).unwrap().rows;
+        assert_eq!(rows.len(), METRICS.len());
+        assert!(rows.iter().all(|row| matches!(row.verdict, Verdict::Improved | Verdict::Regressed)));
+        assert!(rows[0].p.unwrap() * 34.0 > 0.02, "Holm alone would have charged for all of them");
     }
 
     /// A p value that would count alone does not count among many.

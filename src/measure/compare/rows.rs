@@ -27,7 +27,7 @@ pub struct DiffRow {
 /// What tables and CSV show besides.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiffDetails {
-    /// `p` after Holm's correction for the metrics of the arm; the verdict goes by it.
+    /// `p` after correction for the number of metrics of the arm; the verdict goes by it.
     pub p_corrected: Option<f64>,
     /// Hedges' g.
     pub effect_size: Option<f64>,
