@@ -27,7 +27,7 @@ fn load() -> LoadSpec {
     LoadSpec {
         prompts: Count::Rule(CountRule { per_seat: 3, min: 0, max: None }),
         input_len: 64,
-        output_len: 96,
+        output_len: 160,
         ..LoadSpec::default()
     }
 }
