@@ -102,7 +102,8 @@ mod tests {
         let (before, after) = ([10.0, 10.1, 9.9, 10.05, 9.95], [11.0, 11.1, 10.9, 11.05, 10.95]);
         let one = corrected(&[(&before, &after)]);
         assert!((one[0] - 2.0 / 252.0).abs() < 1e-12, "{one:?}");
-        assert_eq!(corrected(&[(&before, &after); 30]), vec![one[0]; 30]);
+        let copies: Vec<Sides> = vec![(&before, &after); 30];
+        assert_eq!(corrected(&copies), vec![one[0]; 30]);
     }
 
     #[test]
