@@ -198,9 +198,13 @@ fn check_events(case: &Case, outcome: &Outcome) -> Result<(), TestCaseError> {
                 prop_assert!(story.finished.is_empty(), "tokens after the end");
                 story.tokens.extend(tokens);
             }
-            Event::Preempted { request, .. } => stories.entry(*request).or_default().preempted += 1,
+            Event::Preempted { request, .. } => {
+                stories.entry(*request).or_default().preempted += 1;
+                preempted.push(*request);
+            }
             Event::Finished { request, reason } => {
-                stories.entry(*request).or_default().finished.push(*reason)
+                stories.entry(*request).or_default().finished.push(*reason);
+                preempted.retain(|other| other != request);
             }
         }
     }

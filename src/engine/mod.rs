@@ -46,7 +46,7 @@ pub struct Engine {
     /// Steps that may be in flight when the engine waits: 1 or 2.
     depth: usize,
     in_flight: VecDeque<InFlight>,
-    /// Events that belong to no step, for the next report.
+    /// Events of no step (cancellations, a schedule that only preempted), for the next step that is scheduled.
     pending_events: Vec<Event>,
     next_request: u64,
     next_step: u64,
@@ -144,23 +144,25 @@ impl Engine {
         let Some(oldest) = self.in_flight.pop_front() else {
             return if self.scheduler.is_empty() { Ok(None) } else { Err(self.stuck()) };
         };
-        let output = self.session.wait(oldest.ticket)?;
+        let mut output = self.session.wait(oldest.ticket)?;
         let woke_s = self.clock.now();
         let InFlight { ticket: _, mut step, mut cost, host_s } = oldest;
         if self.config.async_scheduling == Some(0) {
             cost = self.cost(&step);
         }
-        let mut events = std::mem::take(&mut self.pending_events);
-        events.append(&mut step.events);
+        let mut events = std::mem::take(&mut step.events);
+        let scheduled_events = events.len();
+        // (Some are left only when no later step was scheduled, which would have taken them.)
+        events.append(&mut self.pending_events);
         let mut report = self.report(&step, cost);
         report.start_s = output.start_s;
         report.end_s = output.end_s;
         report.device_s = output.device_s;
-        let mut output = output;
         report.kernels = std::mem::take(&mut output.kernels);
         let completed = self.scheduler.complete(&step, output, &mut events);
         report.accepted = completed.accepted;
         report.overrun_tokens = completed.overrun_tokens;
+        self.tell_before_the_end(&mut events, scheduled_events);
         report.events = events;
         report.host_s = host_s + (self.clock.now() - woke_s);
         Ok(Some(report))
@@ -188,12 +190,14 @@ impl Engine {
     /// Schedules one step and hands it to the device. False when there is nothing that could run now.
     fn submit_step(&mut self) -> Result<bool> {
         let began_s = self.clock.now();
-        let scheduled = self.scheduler.schedule();
+        let mut scheduled = self.scheduler.schedule();
         if scheduled.entries.is_empty() {
             // (A preemption alone: its request is back in the queue, and is met again by the next schedule.)
             self.pending_events.extend(scheduled.events);
             return Ok(false);
         }
+        // What happened since the last schedule comes first: events are told in the order they happened.
+        scheduled.events.splice(0..0, self.pending_events.drain(..));
         let ticket = self.session.submit(&device_step(&self.scheduler, &scheduled, self.trace))?;
         self.scheduler.submitted(&scheduled, ticket);
         // From here on the device is at work.
@@ -213,6 +217,22 @@ impl Engine {
             decode: entry.decode,
         }));
         self.costs.cost(&self.shapes, &self.ceilings)
+    }
+
+    /// A request may be preempted by a schedule made while its last token was still in flight, or just before it is
+    /// cancelled. Its preemption is reported with its end then, at `position`, and not in the step after.
+    fn tell_before_the_end(&mut self, events: &mut Vec<Event>, position: usize) {
+        for later in self.in_flight.iter_mut().filter(|later| later.step.preemptions > 0) {
+            let ended = |event: &Event| {
+                let Event::Preempted { request, .. } = event else { return false };
+                events
+                    .iter()
+                    .any(|other| matches!(other, Event::Finished { request: id, .. } if id == request))
+            };
+            let (early, rest): (Vec<Event>, Vec<Event>) = later.step.events.drain(..).partition(ended);
+            later.step.events = rest;
+            events.splice(position..position, early);
+        }
     }
 
     /// A report of what was scheduled; times and results are still to come.

@@ -7,24 +7,9 @@
 
 use super::shape::CacheShape;
 use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, Speculation};
-use crate::engine::device::{CachePlan, Device};
+use crate::engine::device::CachePlan;
 use crate::engine::model::layout::ModelLayout;
 use crate::{Error, Result};
-
-/// Plans the pools of `device`, to be called before weights are loaded: what they will take is counted here.
-///
-/// # Errors
-/// As [`plan_cache`].
-pub fn plan_for(
-    device: &dyn Device,
-    layout: &ModelLayout,
-    config: &EngineConfig,
-    longest_request_tokens: Option<usize>,
-) -> Result<CachePlan> {
-    let plan = if device.info().simulated() { plan_simulated_cache } else { plan_cache };
-    let (free_bytes, total_bytes) = (device.free_bytes(), device.info().memory_bytes);
-    plan(layout, config, free_bytes, total_bytes, device.default_dtypes(), longest_request_tokens)
-}
 
 /// Plans the pools of a device that allocates them.
 ///

@@ -128,7 +128,8 @@ impl Scheduler {
 
     /// Puts a request, already checked, at the end of the queue.
     pub fn add(&mut self, id: RequestId, request: Request) {
-        let index = self.ngram.map(|(min, max, _)| NgramIndex::new(min, max));
+        let longest = request.prompt.len() + request.max_tokens;
+        let index = self.ngram.map(|(min, max, _)| NgramIndex::new(min, max, &request.prompt, longest));
         let key = self.sequences.insert(Sequence::new(id, request, index));
         self.by_id.insert(id, key);
         self.waiting.push_back(key);

@@ -20,10 +20,14 @@ pub struct NgramIndex {
 }
 
 impl NgramIndex {
-    /// # Panics
-    /// Never; `1 <= min <= max` is checked with the engine's configuration.
-    pub fn new(min: usize, max: usize) -> Self {
-        Self { min, max, first: HashMap::default(), indexed: 0 }
+    /// An index of `prompt`, with room for a text of `longest` tokens, so that it neither works through the prompt nor
+    /// grows during a step. The caller has checked that 1 <= `min` <= `max`.
+    pub fn new(min: usize, max: usize, prompt: &[u32], longest: usize) -> Self {
+        let mut first = HashMap::default();
+        first.reserve(longest * (max - min + 1));
+        let mut index = Self { min, max, first, indexed: 0 };
+        index.index_up_to(prompt, prompt.len().saturating_sub(1));
+        index
     }
 
     /// Up to `most` tokens that may follow `text`, appended to `drafts`.
@@ -106,7 +110,7 @@ mod tests {
     fn takes_the_earliest_of_the_longest_matches() {
         let propose = |text: &[u32], min, max, most| {
             let mut drafts = Vec::new();
-            NgramIndex::new(min, max).propose(text, most, &mut drafts);
+            NgramIndex::new(min, max, &[], 0).propose(text, most, &mut drafts);
             drafts
         };
         assert_eq!(propose(&[1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], 2, 4, 5), [9, 1, 2, 3, 8]);
@@ -126,8 +130,8 @@ mod tests {
             span in 0usize..4,
             most in 1usize..7,
         ) {
-            let mut index = NgramIndex::new(min, min + span);
-            for end in 1..=text.len() {
+            let mut index = NgramIndex::new(min, min + span, &text[..text.len().min(5)], 0);
+            for end in text.len().min(5)..=text.len() {
                 let mut drafts = Vec::new();
                 index.propose(&text[..end], most, &mut drafts);
                 prop_assert_eq!(drafts, by_definition(&text[..end], min, min + span, most));
