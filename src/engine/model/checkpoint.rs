@@ -431,7 +431,7 @@ fn matrix(
     }
     match stored.entry.dtype.weight_format() {
         Some(format) => Ok(Some(Matrix::Dense { tensor: stored.clone(), format })),
-        None => Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32")),
+        None => Err(files.wrong(stored, format!("type {}", stored.entry.dtype.name()), "BF16, F16 or F32")),
     }
 }
 
@@ -482,7 +482,7 @@ fn check_vector(files: &TensorFiles, stored: &Stored, shape: &[usize]) -> Result
         return Err(Error::Invalid { fact, hint });
     }
     if stored.entry.dtype.weight_format().is_none() {
-        return Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32"));
+        return Err(files.wrong(stored, format!("type {}", stored.entry.dtype.name()), "BF16, F16 or F32"));
     }
     Ok(())
 }
@@ -498,7 +498,7 @@ pub fn widen(files: &TensorFiles, stored: &Stored) -> Result<Vec<f32>> {
         Dtype::Bf16 => {
             bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect()
         }
-        _ => return Err(files.wrong(stored, format!("type {:?}", stored.entry.dtype), "BF16, F16 or F32")),
+        _ => return Err(files.wrong(stored, format!("type {}", stored.entry.dtype.name()), "BF16, F16 or F32")),
     };
     match values.iter().position(|value| !value.is_finite()) {
         Some(index) => Err(finite::not_finite(&stored.entry.name, index).context(files.place(stored))),

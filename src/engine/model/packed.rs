@@ -194,11 +194,8 @@ impl Module<'_> {
     fn expect(&self, stored: &Stored, dtypes: &[Dtype], shape: &[usize]) -> Result<()> {
         let entry = &stored.entry;
         if !dtypes.contains(&entry.dtype) {
-            return Err(self.files.wrong(
-                stored,
-                format!("type {:?}", entry.dtype),
-                format!("one of {dtypes:?}"),
-            ));
+            let expected = dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
+            return Err(self.files.wrong(stored, format!("type {}", entry.dtype.name()), expected));
         }
         if entry.shape != shape {
             return Err(self.files.wrong(

@@ -47,6 +47,27 @@ impl Dtype {
         }
     }
 
+    /// As files spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "BOOL",
+            Self::U8 => "U8",
+            Self::I8 => "I8",
+            Self::F8E5m2 => "F8_E5M2",
+            Self::F8E4m3 => "F8_E4M3",
+            Self::I16 => "I16",
+            Self::U16 => "U16",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::I32 => "I32",
+            Self::U32 => "U32",
+            Self::F32 => "F32",
+            Self::I64 => "I64",
+            Self::U64 => "U64",
+            Self::F64 => "F64",
+        }
+    }
+
     /// The format of a 16-bit or 32-bit float matrix.
     pub fn weight_format(self) -> Option<WeightFormat> {
         match self {
@@ -136,8 +157,8 @@ fn checked(
         return Err(damaged(
             file,
             format!(
-                "tensor `{name}` of {:?} {:?} takes {} bytes by its data_offsets, expected {}",
-                tensor.dtype,
+                "tensor `{name}` of {} {:?} takes {} bytes by its data_offsets, expected {}",
+                tensor.dtype.name(),
                 tensor.shape,
                 end - begin,
                 expected.map_or_else(|| "more than a file can have".to_string(), |bytes| bytes.to_string())
