@@ -498,7 +498,13 @@ pub fn widen(files: &TensorFiles, stored: &Stored) -> Result<Vec<f32>> {
         Dtype::Bf16 => {
             bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect()
         }
-        _ => return Err(files.wrong(stored, format!("type {}", stored.entry.dtype.name()), "BF16, F16 or F32")),
+        _ => {
+            return Err(files.wrong(
+                stored,
+                format!("type {}", stored.entry.dtype.name()),
+                "BF16, F16 or F32",
+            ));
+        }
     };
     match values.iter().position(|value| !value.is_finite()) {
         Some(index) => Err(finite::not_finite(&stored.entry.name, index).context(files.place(stored))),

@@ -286,3 +286,60 @@ fn quantization_config(layout: &ModelLayout) -> Option<Value> {
 fn short_float(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::dequant::rows_to_f32;
+    use super::super::{ModelRef, OpenOptions, open, synthetic_layout};
+    use super::*;
+
+    /// A preset's layout with small sizes, int4 MLPs from layer 1 on.
+    fn small(preset: &str) -> ModelLayout {
+        let mut layout = synthetic_layout(preset).unwrap();
+        let spec = &mut layout.spec;
+        (spec.hidden_size, spec.intermediate_size) = (256, 384);
+        (spec.vocab_size, spec.real_vocab_size) = (320, 320);
+        spec.layers = spec.layers[2..4].to_vec();
+        let mlp = |linear: &Linear| {
+            linear.layer == Some(1) && matches!(linear.role, Role::Gate | Role::Up | Role::Down)
+        };
+        let int4 = WeightFormat::Int4 { group: 128, zero_points: true };
+        let format = |linear: &Linear| if mlp(linear) { int4 } else { WeightFormat::F16 };
+        layout.linears = layout.spec.linears().into_iter().map(|linear| (linear, format(&linear))).collect();
+        layout
+    }
+
+    #[test]
+    fn a_written_folder_opens_as_the_same_weights() {
+        for preset in ["qwen3.5-9b-awq-mlp", "qwen2.5-7b", "demo"] {
+            let layout = small(preset);
+            let folder = tempfile::tempdir().unwrap();
+            let bytes = synthetic(&layout, 7, folder.path()).unwrap();
+            let opened =
+                open(&ModelRef::Folder(folder.path().to_path_buf()), &OpenOptions::default()).unwrap();
+            assert_eq!(opened.layout.linears, layout.linears, "{preset}");
+            assert!(bytes > 0 && !opened.layout.synthetic);
+            let mut spec = opened.layout.spec.clone();
+            spec.name.clone_from(&layout.spec.name);
+            assert_eq!(spec, layout.spec, "{preset}");
+
+            let weights = SyntheticWeights::new(layout.clone(), 7);
+            for (linear, _) in &layout.linears {
+                let rows = |source: &dyn Weights| {
+                    let mut all = vec![0f32; linear.rows * linear.cols];
+                    let data = source.linear(linear).unwrap();
+                    rows_to_f32(&data, linear.rows, linear.cols, 0..linear.rows, &mut all);
+                    all
+                };
+                assert!(rows(&weights) == rows(opened.weights.as_ref()), "{preset} {}", linear.name());
+            }
+            for (name, shape) in vectors(&layout.spec) {
+                let elements = shape.iter().product();
+                let written = opened.weights.vector(&name, elements).unwrap();
+                assert_eq!(written, weights.vector(&name, elements).unwrap(), "{preset} {name}");
+            }
+            let again = synthetic(&layout, 7, folder.path()).unwrap_err();
+            assert!(again.to_string().contains("not empty"), "{again}");
+        }
+    }
+}
