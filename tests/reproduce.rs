@@ -69,3 +69,44 @@ fn other_arrivals_change_the_result() {
     let (other, _) = reproduce::run_arm(&arm, &device, 1).unwrap();
     assert_ne!(first["ttft_p99_ms"], other["ttft_p99_ms"]);
 }
+
+/// An arm of the plan by name.
+fn arm(part: u32, name: &str) -> reproduce::plan::PlannedArm {
+    reproduce::plan::arms(part).unwrap().into_iter().find(|arm| arm.name == name).unwrap()
+}
+
+#[test]
+fn the_valley_comes_from_the_state_cost_of_mixed_steps() {
+    let device = SimDevice::parse("sim:series").unwrap();
+    let without = SimDevice::parse("sim:series:mixed_state_factor=1").unwrap();
+    let throughput = |device: &SimDevice| reproduce::run_arm(&arm(1, "rate 10"), device, 0).unwrap().0["request_throughput"];
+    assert!(throughput(&device) < 6.6);
+    assert!(throughput(&without) > 7.8);
+}
+
+#[test]
+fn seats_come_from_the_pool_and_its_growth_from_a_second_block() {
+    let device = SimDevice::parse("sim:series").unwrap();
+    let roomy = SimDevice::parse("sim:series:gb=48").unwrap();
+    let mut flood = arm(3, "cap 256");
+    flood.engine.kv_blocks = Some(4 * 256 + 1);
+    assert_eq!(reproduce::run_arm(&flood, &roomy, 0).unwrap().0["running_max"], 256.0);
+    let mut short = arm(5, "4B natural, 1024/512");
+    assert!(reproduce::run_arm(&short, &device, 0).unwrap().0["preemptions"] > 0.0);
+    // Answers that end before token 1,056 never ask for another block.
+    short.load.output_len = 32;
+    assert_eq!(reproduce::run_arm(&short, &device, 0).unwrap().0["preemptions"], 0.0);
+}
+
+#[test]
+fn a_recomputed_request_gets_the_tokens_it_had() {
+    let device = SimDevice::parse("sim:series").unwrap();
+    let tight = arm(5, "4B 40 blocks, 512/512 +-90 %");
+    let mut roomy = tight.clone();
+    roomy.engine.kv_blocks = None;
+    let outputs = |arm: &reproduce::plan::PlannedArm| -> Vec<Vec<u32>> {
+        let run = arm.simulated(0).unwrap().run(&device).unwrap();
+        run.record.requests.iter().map(|request| request.output.clone()).collect()
+    };
+    assert_eq!(outputs(&tight), outputs(&roomy));
+}

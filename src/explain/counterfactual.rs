@@ -4,8 +4,9 @@
 use serde::Serialize;
 
 use crate::Result;
-use crate::engine::device::Device;
+use crate::engine::config::KvLayout;
 use crate::engine::device::sim::{Figure, SimDevice};
+use crate::engine::device::{CachePlan, Device};
 use crate::measure::quantile::Distribution;
 use crate::measure::recorder::RequestRecord;
 use crate::simulation::{SimulatedArm, SimulatedRun};
@@ -52,6 +53,12 @@ fn figures(run: &SimulatedRun) -> (f64, f64) {
     (tokens as f64 / record.duration_s.max(f64::MIN_POSITIVE), e2el.map_or(f64::NAN, |e2el| e2el.p50 * 1e3))
 }
 
+/// In the split layout a pool is no larger than its seats can use: where it has a slot for each of them, memory was not
+/// what limited it, and more seats would have had a larger pool.
+fn pool_follows_seats(plan: &CachePlan) -> bool {
+    plan.layout == KvLayout::Split && plan.state_slots >= plan.max_num_seqs
+}
+
 /// Runs every counterfactual that applies to the arm.
 ///
 /// # Errors
@@ -90,7 +97,11 @@ pub fn run(arm: &SimulatedArm, device: &SimDevice, base: &SimulatedRun) -> Resul
 
     let mut seats = pinned.clone();
     seats.engine.max_num_seqs *= 2;
-    push("seats", "twice max_num_seqs", &seats, device)?;
+    if pool_follows_seats(&base.plan) {
+        seats.engine.kv_blocks = Some(2 * base.plan.kv_blocks);
+        seats.engine.state_slots = seats.engine.state_slots.map(|slots| 2 * slots);
+    }
+    push("seats", "twice max_num_seqs", &seats, &roomy)?;
 
     let mut blocks = pinned.clone();
     blocks.engine.kv_blocks = Some(2 * base.plan.kv_blocks);
@@ -123,4 +134,37 @@ pub fn check(claimed: &str, all: &[Counterfactual]) -> Option<Check> {
         largest_gain,
         holds: claimed_gain >= LEAST_GAIN && claimed_gain >= SHARE_OF_LARGEST * largest_gain,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn doubled(resource: &'static str, throughput: f64, e2el_ms: f64) -> Counterfactual {
+        Counterfactual {
+            resource,
+            change: "",
+            output_throughput: (100.0, throughput),
+            e2el_p50_ms: (1000.0, e2el_ms),
+        }
+    }
+
+    #[test]
+    fn a_claim_holds_if_its_resource_gains_most_or_nearly_so() {
+        let all =
+            [doubled("seats", 180.0, 600.0), doubled("weights", 150.0, 700.0), doubled("kv", 100.0, 1000.0)];
+        assert!(check("seats", &all).unwrap().holds);
+        // Half of the largest gain is enough: resources overlap.
+        assert!(check("weights", &all).unwrap().holds);
+        let kv = check("kv", &all).unwrap();
+        assert!(!kv.holds);
+        assert_eq!((kv.largest, kv.claimed_gain), ("seats", 0.0));
+        assert_eq!(check("host", &all), None);
+    }
+
+    #[test]
+    fn where_nothing_gains_no_claim_holds() {
+        let all = [doubled("seats", 100.5, 1000.0), doubled("kv", 100.0, 1000.0)];
+        assert!(!check("seats", &all).unwrap().holds);
+    }
 }

@@ -70,18 +70,21 @@ pub fn of(
     } else {
         String::new()
     };
-    let resource = if plan.max_num_seqs < here { "seats" } else { "blocks" };
+    // A pool that holds all the seats is no wall: it is as large as they can use, or larger.
+    let seats_stop = plan.max_num_seqs <= here;
     walls.push(Wall {
-        resource,
+        resource: if seats_stop { "seats" } else { "blocks" },
         at: here.min(plan.max_num_seqs) as f64,
         unit: "sequences",
-        text: if resource == "seats" {
-            format!(
+        text: match (seats_stop, plan.max_num_seqs == here) {
+            (true, true) => {
+                format!("max_num_seqs stops at {here} sequences, and the pool is sized for them ({tokens} tokens each)")
+            }
+            (true, false) => format!(
                 "max_num_seqs stops at {} sequences; the pool would hold {here} of {tokens} tokens{alternative}",
                 plan.max_num_seqs
-            )
-        } else {
-            format!("the pool fills at {here} sequences of {tokens} tokens{alternative}")
+            ),
+            (false, _) => format!("the pool fills at {here} sequences of {tokens} tokens{alternative}"),
         },
     });
 
