@@ -31,9 +31,9 @@ DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y
 // k inside 32 columns is permuted, the same way for W and x (a dot product does not mind): lane (group, pair) holds columns
 // 8*pair..+7, which makes every load 16 bytes a lane, straight into registers.
 //
-// One small thread block of 8 warps a unit (and part of k), each warp with an equal run of blocks: multiprocessors of one GPU
+// One small thread block of 8 warps (4 where units abound) a unit (and part of k), each warp with an equal run of blocks: multiprocessors of one GPU
 // read memory at different rates (on an H200 equal bytes took from 206 to 352 us), so equal shares would not be equal
-// times; the hardware hands out blocks as others end. Registers of 2 blocks on a multiprocessor hold 96 KB in flight.
+// times; the hardware hands out blocks as others end. Registers of 24 warps on a multiprocessor hold 96 KB in flight.
 // LOADS blocks of W are in flight a warp, AHEAD (a divisor) of x; the first of W are asked for before the previous kernel has
 // ended.
 //
@@ -43,12 +43,12 @@ DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y
 #define STREAM_WARPS 8
 #define UNIT 16
 
-template <class Weights, int TILES, int LOADS, int AHEAD = LOADS> DEVICE void stream_product(const Product &p) {
+template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = STREAM_WARPS> DEVICE void stream_product(const Product &p) {
     constexpr int COLS = Weights::COLS, WORDS = COLS / 32;
-    __shared__ float4 sums[STREAM_WARPS][TILES][32];
+    __shared__ float4 sums[WARPS][TILES][32];
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
     u32 unit = blockIdx.x, blocks = p.k / COLS;
-    u32 shares = STREAM_WARPS * p.parts, share = blockIdx.y * STREAM_WARPS + warp;
+    u32 shares = WARPS * p.parts, share = blockIdx.y * WARPS + warp;
     u32 at = blocks * share / shares, end = blocks * (share + 1) / shares, load_at = at;
     u32 step = Weights::step_bytes(p);
     const u8 *from = Weights::start(p, unit, at);
@@ -94,7 +94,7 @@ template <class Weights, int TILES, int LOADS, int AHEAD = LOADS> DEVICE void st
     u32 t = warp;
     float4 sum = sums[0][t][lane];
 #pragma unroll
-    for (int other = 1; other < STREAM_WARPS; other++) sum = add4(sum, sums[other][t][lane]);
+    for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][t][lane]);
 
     // Lane: columns n0 and n0 + 8 of y, rows r and r + 1.
     u32 r = t * 8 + 2 * pair, n0 = unit * UNIT + group;

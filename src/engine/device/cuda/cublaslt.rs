@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::ptr;
@@ -180,10 +181,10 @@ impl CublasLt {
     ) -> Result<()> {
         let shape = Shape { rows, n, k, stride, float };
         let mut plans = self.plans.borrow_mut();
-        if !plans.contains_key(&shape) {
-            plans.insert(shape, self.plan(shape)?);
-        }
-        let plan = &plans[&shape];
+        let plan = match plans.entry(shape) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.plan(shape)?),
+        };
         let (one, zero) = (1f32, 0f32);
         // SAFETY: the plan's layouts describe the caller's matrices; scalars are read before the call returns.
         let status = unsafe {

@@ -20,6 +20,10 @@ use crate::{Error, Result};
 
 /// Rows from which cuBLASLt is the faster one.
 const LIBRARY_ROWS: usize = 9;
+/// `product_stream_8_short` is the faster one to this many columns, from four units of 16 rows a multiprocessor to so many
+/// that start and end no longer matter.
+const SHORT_COLS: usize = 4096;
+const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
 /// Rows from which expanding a 4-bit matrix for cuBLASLt is faster than reading it once for each 32 rows.
@@ -56,8 +60,24 @@ struct Arguments {
 // SAFETY: integers only, and the last field makes the size a multiple of the alignment: no padding.
 unsafe impl Plain for Arguments {}
 
+// `OUTPUT_*` of cuda/product.cuh.
+const HALF: u32 = 0;
+const FLOAT: u32 = 1;
+const SILU: u32 = 2;
+const PARTS: u32 = 3;
+
+/// y = x Wᵀ for `rows` rows at `x`.
+#[derive(Clone, Copy)]
+struct Job<'a> {
+    x: u64,
+    rows: usize,
+    w: &'a Matrix,
+    output: Output,
+}
+
 pub struct Products {
     stream: [Kernel; 3],
+    short: Kernel,
     tile: [Kernel; 2],
     int4_stream: [Kernel; 3],
     int4_tile: [Kernel; 2],
@@ -89,6 +109,7 @@ impl Products {
                 gpu.kernel(unit, "product_stream_16")?,
                 gpu.kernel(unit, "product_stream_32")?,
             ],
+            short: gpu.kernel(unit, "product_stream_8_short")?,
             tile: [gpu.kernel(unit, "product_tile_64")?, gpu.kernel(unit, "product_tile_128")?],
             int4_stream: [
                 gpu.kernel(int4, "int4_stream_8")?,
@@ -123,21 +144,22 @@ impl Products {
         w: &Matrix,
         output: Output,
     ) -> Result<usize> {
+        let job = Job { x, rows, w, output };
         if matches!(w.format, MatrixFormat::Int4 { .. }) {
             // SAFETY: the caller's promise.
-            return unsafe { self.int4(stream, x, rows, w, output) };
+            return unsafe { self.int4(stream, job) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
         let few = if self.library.is_some() { LIBRARY_ROWS - 1 } else { 32 };
+        let library = self.library.as_ref().filter(|_| w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8));
         // SAFETY: the caller's promise, for each.
         unsafe {
             if streams && rows <= few {
-                self.few_rows(stream, &self.stream, x, rows, w, output)
-            } else if let Some(library) = self.library.as_ref().filter(|_| w.rows % 8 == 0 && w.cols % 8 == 0)
-            {
-                self.by_library(stream, library, w.weights.pointer(), x, rows, w, output)
-            } else if w.rows % 16 == 0 && w.cols % 8 == 0 {
-                self.many_rows(stream, &self.tile, tile_shared, x, rows, w, output)
+                self.few_rows(stream, &self.stream, job)
+            } else if let Some(library) = library {
+                self.by_library(stream, library, w.weights.pointer(), job)
+            } else if w.rows.is_multiple_of(16) && w.cols.is_multiple_of(8) {
+                self.many_rows(stream, &self.tile, tile_shared, job)
             } else {
                 self.plain.launch(stream, x, rows, w, output)
             }
@@ -146,7 +168,8 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn int4(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix, output: Output) -> Result<usize> {
+    unsafe fn int4(&self, stream: &Stream, job: Job) -> Result<usize> {
+        let Job { rows, w, .. } = job;
         let MatrixFormat::Int4 { group, zero_points } = w.format else {
             return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
         };
@@ -155,16 +178,21 @@ impl Products {
         unsafe {
             let (Some(library), Some(expanded)) = (&self.library, expanded) else {
                 return if rows <= 32 {
-                    self.few_rows(stream, &self.int4_stream, x, rows, w, output)
+                    self.few_rows(stream, &self.int4_stream, job)
                 } else {
-                    self.many_rows(stream, &self.int4_tile, int4_shared, x, rows, w, output)
+                    self.many_rows(stream, &self.int4_tile, int4_shared, job)
                 };
             };
             if rows < EXPAND_ROWS {
                 let mut parts = 1;
                 for first in (0..rows).step_by(32) {
-                    let (x, output) = (x + 2 * (first * w.cols) as u64, from_row(output, first, w.rows));
-                    parts = self.few_rows(stream, &self.int4_stream, x, (rows - first).min(32), w, output)?;
+                    let piece = Job {
+                        x: job.x + 2 * (first * w.cols) as u64,
+                        rows: (rows - first).min(32),
+                        w,
+                        output: from_row(job.output, first, w.rows),
+                    };
+                    parts = self.few_rows(stream, &self.int4_stream, piece)?;
                 }
                 return Ok(parts);
             }
@@ -180,68 +208,61 @@ impl Products {
                 u32::from(zero_points).into(),
             ];
             stream.launch(&self.expand, launch.cost(w.bytes() + 64 * words, 0), &args)?;
-            self.by_library(stream, library, expanded.pointer(), x, rows, w, output)
+            self.by_library(stream, library, expanded.pointer(), job)
         }
     }
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn few_rows(
-        &self,
-        stream: &Stream,
-        kernels: &[Kernel; 3],
-        x: u64,
-        rows: usize,
-        w: &Matrix,
-        output: Output,
-    ) -> Result<usize> {
+    unsafe fn few_rows(&self, stream: &Stream, kernels: &[Kernel; 3], job: Job) -> Result<usize> {
+        let (rows, w) = (job.rows, job.w);
         let units = w.rows / 16;
-        let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, output);
-        let kernel = &kernels[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
+        let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, job.output);
+        let mut kernel = &kernels[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
+        let mut threads = 256;
+        // Where units abound and k is short, half as many warps each let thread blocks end and begin more evenly.
+        let abound = units >= 4 * self.multiprocessors && w.cols <= SHORT_COLS && units < MANY_UNITS;
+        if rows <= 8 && abound && w.format == MatrixFormat::F16 {
+            (kernel, threads) = (&self.short, 128);
+        }
         let grid = [units as u32, parts as u32, 1];
         // SAFETY: the caller's promise; the shape was checked.
-        unsafe { self.put(stream, kernel, Launch::grid(grid, 256), x, rows, w, output, parts)? };
+        unsafe { self.put(stream, kernel, Launch::grid(grid, threads), job, parts)? };
         Ok(parts)
     }
 
     /// # Safety
     /// As [`Self::launch`].
-    #[allow(clippy::too_many_arguments)]
     unsafe fn many_rows(
         &self,
         stream: &Stream,
         kernels: &[Kernel; 2],
         shared: fn(u32) -> u32,
-        x: u64,
-        rows: usize,
-        w: &Matrix,
-        output: Output,
+        job: Job,
     ) -> Result<usize> {
-        let tall = usize::from(rows > 64);
+        let tall = usize::from(job.rows > 64);
         let tile_rows = [64, 128][tall];
-        let tiles = [rows.div_ceil(tile_rows), w.rows.div_ceil(128)];
-        let parts = parts_for(tiles[0] * tiles[1], w.cols.div_ceil(64), 4, self.multiprocessors, output);
+        let tiles = [job.rows.div_ceil(tile_rows), job.w.rows.div_ceil(128)];
+        let blocks = job.w.cols.div_ceil(64);
+        let parts = parts_for(tiles[0] * tiles[1], blocks, 4, self.multiprocessors, job.output);
         let launch = Launch::grid([tiles[0] as u32, tiles[1] as u32, parts as u32], 256)
             .shared(shared(tile_rows as u32));
         // SAFETY: the caller's promise; the shape was checked.
-        unsafe { self.put(stream, &kernels[tall], launch, x, rows, w, output, parts)? };
+        unsafe { self.put(stream, &kernels[tall], launch, job, parts)? };
         Ok(parts)
     }
 
     /// # Safety
     /// As [`Self::launch`].
-    #[allow(clippy::too_many_arguments)]
     unsafe fn put(
         &self,
         stream: &Stream,
         kernel: &Kernel,
         launch: Launch,
-        x: u64,
-        rows: usize,
-        w: &Matrix,
-        output: Output,
+        job: Job,
         parts: usize,
     ) -> Result<()> {
+        let Job { x, rows, w, output } = job;
         let (kind, y, stride, part_stride, element) = destination(w, output);
         let (group, zero_points) = match w.format {
             MatrixFormat::F16 => (0, 0),
@@ -270,6 +291,8 @@ impl Products {
         unsafe { stream.launch(kernel, launch, &[Arg::Struct(bytes_of(&[arguments]))]) }
     }
 
+    /// `weights`: W in fp16, row-major.
+    ///
     /// # Safety
     /// As [`Self::launch`].
     unsafe fn by_library(
@@ -277,35 +300,17 @@ impl Products {
         stream: &Stream,
         library: &CublasLt,
         weights: u64,
-        x: u64,
-        rows: usize,
-        w: &Matrix,
-        output: Output,
+        job: Job,
     ) -> Result<usize> {
+        let Job { x, rows, w, output } = job;
         let (kind, y, stride, _, _) = destination(w, output);
-        let bias = w.bias.as_ref().map_or(0, DeviceBuffer::pointer);
-        // SAFETY: the caller's promise; `gate_up` holds SILU_ROWS rows, or all there ever are.
+        let shape = |rows: usize| (rows, w.rows, w.cols);
+        // SAFETY: the caller's promise; `gate_up` holds as many rows as are made at a time.
         unsafe {
-            let add_bias = |y: u64, rows: usize, stride: usize, half: bool| -> Result<()> {
-                if bias == 0 {
-                    return Ok(());
-                }
-                let launch = Launch::grid([w.rows.div_ceil(256) as u32, rows as u32, 1], 256)
-                    .overlapping()
-                    .cost((rows * w.rows * if half { 4 } else { 8 }) as u64, (rows * w.rows) as u64);
-                let args: [Arg; 5] = [
-                    y.into(),
-                    bias.into(),
-                    (w.rows as u32).into(),
-                    (stride as u32).into(),
-                    u32::from(half).into(),
-                ];
-                stream.launch(&self.bias, launch, &args)
-            };
-            if kind != 2 {
-                let float = kind != 0;
-                library.product(stream, x, weights, y, (rows, w.rows, w.cols), stride, float)?;
-                add_bias(y, rows, stride, !float)?;
+            if kind != SILU {
+                let float = kind != HALF;
+                library.product(stream, x, weights, y, shape(rows), stride, float)?;
+                self.add_bias(stream, w, y, rows, stride, !float)?;
                 return Ok(1);
             }
             let Some(scratch) = &self.gate_up else {
@@ -317,8 +322,8 @@ impl Products {
                 let count = most.min(rows - first);
                 let from = x + 2 * (first * w.cols) as u64;
                 let between = scratch.pointer();
-                library.product(stream, from, weights, between, (count, w.rows, w.cols), w.rows, false)?;
-                add_bias(between, count, w.rows, true)?;
+                library.product(stream, from, weights, between, shape(count), w.rows, false)?;
+                self.add_bias(stream, w, between, count, w.rows, true)?;
                 let launch = Launch::grid([columns.div_ceil(8 * 256) as u32, count as u32, 1], 256)
                     .overlapping()
                     .cost((count * columns * 6) as u64, (count * columns * 5) as u64);
@@ -330,15 +335,39 @@ impl Products {
         }
         Ok(1)
     }
+
+    /// y += bias, if W has one.
+    ///
+    /// # Safety
+    /// `y` is valid for `rows` rows of `stride` until the work is done.
+    unsafe fn add_bias(
+        &self,
+        stream: &Stream,
+        w: &Matrix,
+        y: u64,
+        rows: usize,
+        stride: usize,
+        half: bool,
+    ) -> Result<()> {
+        let Some(bias) = &w.bias else { return Ok(()) };
+        let elements = (rows * w.rows) as u64;
+        let launch = Launch::grid([w.rows.div_ceil(256) as u32, rows as u32, 1], 256)
+            .overlapping()
+            .cost(elements * if half { 4 } else { 8 }, elements);
+        let args: [Arg; 5] =
+            [y.into(), bias.into(), (w.rows as u32).into(), (stride as u32).into(), u32::from(half).into()];
+        // SAFETY: the kernel's parameters in order; the bias holds W's rows, the rest is the caller's promise.
+        unsafe { stream.launch(&self.bias, launch, &args) }
+    }
 }
 
 /// Kind, address, stride, stride of parts and bytes of an element for each element of W's rows.
 fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
     match output {
-        Output::Half { to, stride } => (0, to, stride, 0, 2),
-        Output::Float { to, stride } => (1, to, stride, 0, 4),
-        Output::SiluMul { to, stride } => (2, to, stride, 0, 1),
-        Output::Partials { to, part_stride, .. } => (3, to, w.rows, part_stride, 4),
+        Output::Half { to, stride } => (HALF, to, stride, 0, 2),
+        Output::Float { to, stride } => (FLOAT, to, stride, 0, 4),
+        Output::SiluMul { to, stride } => (SILU, to, stride, 0, 1),
+        Output::Partials { to, part_stride, .. } => (PARTS, to, w.rows, part_stride, 4),
     }
 }
 

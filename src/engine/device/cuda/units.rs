@@ -116,6 +116,7 @@ pub const PRODUCTS: Unit = Unit {
     defines: &[],
     hot: &[
         "product_stream_8",
+        "product_stream_8_short",
         "product_stream_16",
         "product_stream_32",
         "product_tile_64",
