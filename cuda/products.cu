@@ -46,7 +46,7 @@ struct Fp16Weights {
 
 extern "C" __global__ void __launch_bounds__(128, 6) product_stream_8_short(const __grid_constant__ Product p) { stream_product<Fp16Weights, 1, 2, 2, 4>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) product_stream_8(const __grid_constant__ Product p) { stream_product<Fp16Weights, 1, 2>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) product_stream_16(const __grid_constant__ Product p) { stream_product<Fp16Weights, 2, 2>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) product_stream_16(const __grid_constant__ Product p) { stream_product<Fp16Weights, 2, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) product_stream_32(const __grid_constant__ Product p) { stream_product<Fp16Weights, 4, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) product_tile_64(const __grid_constant__ Product p) { tile_product<Fp16Weights, 64>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) product_tile_128(const __grid_constant__ Product p) { tile_product<Fp16Weights, 128>(p); }
