@@ -1,6 +1,7 @@
 //! What `run` and `sweep` share: from options to a finished results folder and a table on stdout.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::flags::{Format, RunOutputFlags};
 use super::output;
@@ -14,9 +15,10 @@ use crate::experiment::interrupt;
 use crate::experiment::plan::{self, Plan, PlanOptions};
 use crate::experiment::prepare::{Prepared, prepare};
 use crate::experiment::record::{self, DeviceRecord, RunRecord, Status};
-use crate::experiment::runner::Runner;
+use crate::experiment::runner::{Ending, Runner};
 use crate::experiment::spec::{self, Rig};
 use crate::explain::compare;
+use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::summary::SCHEMA;
 use crate::report::results::RunResults;
 use crate::report::{export, json};
@@ -27,10 +29,10 @@ use crate::{Error, Result};
 pub const SWEEP: &str = "sweep";
 
 /// The load a sweep starts from; any of it can be set.
-const SWEEP_SPEC: &str = include_str!("sweep.toml");
+pub const SWEEP_SPEC: &str = include_str!("sweep.toml");
 
 /// Where runs go unless `--out` says otherwise.
-const DEFAULT_ROOT: &str = "results/local";
+pub const DEFAULT_ROOT: &str = "results/local";
 
 pub struct Request {
     pub options: PlanOptions,
@@ -86,6 +88,7 @@ pub fn execute(request: &Request) -> Result<()> {
     ));
     folder.replace(RUN_FILE, &record.json()?)?;
 
+    let monitor = watch_gpu(device.as_ref());
     let mut bar = Bar::new();
     let outcome = {
         let mut runner = Runner {
@@ -96,6 +99,7 @@ pub fn execute(request: &Request) -> Result<()> {
             folder: &mut folder,
             record: &mut record,
             trace: flags.trace,
+            until: flags.deadline()?,
             progress: &mut bar,
         };
         runner.run()
@@ -104,14 +108,22 @@ pub fn execute(request: &Request) -> Result<()> {
     let at_end = DeviceRecord::new(device.info(), "").facts;
     record.device.facts_at_end =
         at_end.into_iter().filter(|(key, value)| record.device.facts.get(key) != Some(value)).collect();
+    if let Some(state) = monitor.and_then(GpuMonitor::stop) {
+        record.device.facts_at_end.extend(state.facts());
+        record.warnings.extend(state.warnings());
+    }
     record.status = match &outcome {
-        Ok(()) => Status::Complete,
+        Ok(Ending::Complete) => Status::Complete,
+        Ok(Ending::OutOfTime(_)) => Status::Interrupted,
         Err(Error::Interrupted { .. }) => Status::Interrupted,
         Err(_) => Status::Failed,
     };
     let saved = record.json().and_then(|json| folder.replace(RUN_FILE, &json));
-    outcome?;
+    let ending = outcome?;
     saved?;
+    if let Ending::OutOfTime(left) = ending {
+        output::note(&format!("the budget is spent, {left} runs of an arm are left: {}", interrupt::hint()));
+    }
     finish(&folder, record, flags)
 }
 
@@ -160,7 +172,19 @@ pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> 
     Ok(results.record.claims)
 }
 
-fn new_record(
+/// Samples clocks, power and temperature of a GPU while the run goes on; says why not where it cannot.
+pub fn watch_gpu(device: &dyn Device) -> Option<GpuMonitor> {
+    let gpu = WhichGpu::of(device.info())?;
+    match GpuMonitor::start(gpu, Duration::from_millis(500)) {
+        Ok(monitor) => Some(monitor),
+        Err(reason) => {
+            output::warning(&reason);
+            None
+        }
+    }
+}
+
+pub fn new_record(
     options: &PlanOptions,
     plan: &Plan,
     device: &dyn Device,

@@ -1,11 +1,12 @@
 //! Flags that several commands share, as typed; and their first resolution into [`PlanOptions`].
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 
-use crate::Result;
 use crate::experiment::plan::PlanOptions;
+use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
@@ -113,4 +114,22 @@ pub struct RunOutputFlags {
     /// Exit with 1 if a claim does not hold
     #[arg(long)]
     pub check: bool,
+
+    /// Begin no further arm after this many minutes; --resume goes on
+    #[arg(long, value_name = "MINUTES")]
+    pub budget: Option<f64>,
+}
+
+impl RunOutputFlags {
+    pub fn deadline(&self) -> Result<Option<Instant>> {
+        match self.budget {
+            None => Ok(None),
+            Some(minutes) if minutes > 0.0 && minutes <= 1e6 => {
+                Ok(Some(Instant::now() + Duration::from_secs_f64(minutes * 60.0)))
+            }
+            Some(minutes) => {
+                Err(Error::invalid(format!("--budget {minutes} is out of bounds"), "give minutes above 0"))
+            }
+        }
+    }
 }

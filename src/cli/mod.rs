@@ -17,6 +17,7 @@ pub mod progress;
 pub mod report;
 pub mod reproduce;
 pub mod run;
+pub mod saturate;
 pub mod session;
 pub mod show;
 pub mod sweep;
@@ -51,6 +52,8 @@ enum Command {
     Calibrate(calibrate::CalibrateFlags),
     /// The series' published figures, cell by cell, beside its simulated rig
     Reproduce(reproduce::ReproduceFlags),
+    /// The highest request rate that keeps limits on latency
+    Saturate(saturate::SaturateFlags),
     /// Compare two results: change, interval and verdict for each metric
     Diff(diff::DiffFlags),
     /// Text from a model
@@ -80,6 +83,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Command::Predict(flags) => flags.run(),
         Command::Calibrate(flags) => flags.run(),
         Command::Reproduce(flags) => flags.run(),
+        Command::Saturate(flags) => flags.run(),
         Command::Diff(flags) => flags.run(),
         Command::Generate(flags) => flags.run(),
         Command::Logits(flags) => flags.run(),

@@ -37,7 +37,8 @@ pub fn set_hint(text: String) {
     }
 }
 
-fn hint() -> String {
+/// What an interrupted run would tell.
+pub fn hint() -> String {
     RESUME.lock().map(|hint| hint.clone()).unwrap_or_default()
 }
 

@@ -34,7 +34,20 @@ pub struct Prepared {
 /// [`Error::Invalid`] naming the arm: a model that cannot be opened, a request too long, memory that cannot hold it.
 pub fn prepare(plan: &Plan, device: &dyn Device) -> Result<Prepared> {
     let mut prepared = Prepared { models: BTreeMap::new(), arms: Vec::new(), skipped: Vec::new() };
-    for arm in &plan.arms {
+    prepare_more(plan, &mut prepared, device)?;
+    if prepared.arms.iter().all(Option::is_none) {
+        let reasons: Vec<String> = prepared.skipped.iter().map(|skipped| skipped.reason.clone()).collect();
+        return Err(Error::invalid(
+            format!("no arm of the plan can run here: {}", reasons.join("; ")),
+            "choose another device, or a smaller --model",
+        ));
+    }
+    Ok(prepared)
+}
+
+/// The same for the arms that the plan has gained since.
+pub fn prepare_more(plan: &Plan, prepared: &mut Prepared, device: &dyn Device) -> Result<()> {
+    for arm in &plan.arms[prepared.arms.len()..] {
         let result = prepare_arm(plan, arm, device, &mut prepared.models)
             .map_err(|error| error.context(format!("arm `{}`", arm.name)));
         match result {
@@ -46,14 +59,7 @@ pub fn prepare(plan: &Plan, device: &dyn Device) -> Result<Prepared> {
             Err(error) => return Err(error),
         }
     }
-    if prepared.arms.iter().all(Option::is_none) {
-        let reasons: Vec<String> = prepared.skipped.iter().map(|skipped| skipped.reason.clone()).collect();
-        return Err(Error::invalid(
-            format!("no arm of the plan can run here: {}", reasons.join("; ")),
-            "choose another device, or a smaller --model",
-        ));
-    }
-    Ok(prepared)
+    Ok(())
 }
 
 fn prepare_arm(

@@ -21,11 +21,12 @@ use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
 use crate::measure::checks::check_rows;
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
+use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
-use crate::measure::summary::ArmLabel;
+use crate::measure::summary::{ArmLabel, Summary};
 use crate::measure::warmup::Stationarity;
 use crate::report::chrome_trace::ChromeTrace;
-use crate::report::csv::rows;
+use crate::report::csv::{self, rows};
 use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
@@ -48,11 +49,21 @@ pub struct Runner<'a> {
     pub folder: &'a mut ResultsFolder,
     pub record: &'a mut RunRecord,
     pub trace: bool,
+    /// Begin no further cell after this moment.
+    pub until: Option<Instant>,
     pub progress: &'a mut dyn Progress,
 }
 
-/// What is on the device now.
-struct Loaded {
+/// How a run ended that did not fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    Complete,
+    /// The time given to it is over; this many cells are left.
+    OutOfTime(usize),
+}
+
+/// What is on the device now. Kept by the caller, so that it outlives a runner.
+pub struct Loaded {
     reference: String,
     options: LoadOptions,
     model: Box<dyn Model>,
@@ -71,34 +82,84 @@ impl Runner<'_> {
     ///
     /// # Errors
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
-    pub fn run(&mut self) -> Result<()> {
+    pub fn run(&mut self) -> Result<Ending> {
         let mut loaded: Option<Loaded> = None;
         let mut trace = self.trace.then(ChromeTrace::default);
         let cells = self.plan.cells();
+        let mut ending = Ending::Complete;
         for (position, &cell) in cells.iter().enumerate() {
             if self.prepared.arms[cell.arm].is_none() {
                 continue;
             }
             let finished = self.folder.finished().contains(&cell);
             let wants_trace = trace.is_some() && cell.repeat == self.first_repeat(&cells, cell.arm);
-            if finished && !wants_trace {
+            if (finished && !wants_trace) || (!finished && self.is_over_saturated(cell)?) {
                 continue;
             }
-            interrupt::check()?;
-            if !self.load(&mut loaded, cell.arm)? {
-                continue;
+            if self.until.is_some_and(|until| Instant::now() >= until) {
+                ending = Ending::OutOfTime(cells.len() - position);
+                break;
             }
-            let Some(on_device) = loaded.as_mut() else { continue };
-            if !finished {
-                self.measure(on_device, cell, (position + 1, cells.len()))?;
+            if !finished && self.run_cell(&mut loaded, cell, (position + 1, cells.len()))?.is_none() {
+                continue;
             }
             if let Some(trace) = trace.as_mut().filter(|_| wants_trace) {
+                self.load(&mut loaded, cell.arm)?;
+                let Some(on_device) = loaded.as_mut() else { continue };
                 self.trace_arm(on_device, cell, trace)?;
                 self.folder.replace("trace.json.gz", &trace.gzip()?)?;
             }
         }
         self.progress.end();
-        Ok(())
+        Ok(ending)
+    }
+
+    /// Warms up, measures and writes one cell, the `position.0`th of `position.1`. `None` when the arm is an optional
+    /// one that turns out not to run here.
+    pub fn run_cell(
+        &mut self,
+        loaded: &mut Option<Loaded>,
+        cell: Cell,
+        position: (usize, usize),
+    ) -> Result<Option<Summary>> {
+        interrupt::check()?;
+        if !self.load(loaded, cell.arm)? {
+            return Ok(None);
+        }
+        match loaded.as_mut() {
+            Some(on_device) => self.measure(on_device, cell, position).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether a sweep over rising rates has already shown, in this repeat, that a rate this high teaches nothing more.
+    fn is_over_saturated(&mut self, cell: Cell) -> Result<bool> {
+        let arm = &self.plan.arms[cell.arm];
+        if self.plan.experiment != "sweep" || arm.knob != "request_rate" {
+            return Ok(false);
+        }
+        let path = self.folder.file("summary.csv");
+        let mut rows: Vec<Summary> = if path.exists() { csv::read(&path)? } else { Vec::new() };
+        rows.retain(|row| row.repeat == cell.repeat as u32);
+        rows.sort_by(|a, b| {
+            let rate = |row: &Summary| row.offered_rate.map_or(f64::INFINITY, Rate::per_s);
+            rate(a).total_cmp(&rate(b))
+        });
+        let mut rule = OverSaturation::default();
+        for row in &rows {
+            if let (Some(rate), Some(throughput)) = (row.offered_rate, row.request_throughput) {
+                rule.observe(rate, throughput);
+            }
+        }
+        let skips = rule.skips(arm.load.request_rate);
+        if skips {
+            let reason = "a lower rate was already far beyond what the engine completes".to_string();
+            self.progress.line(&format!("{}: left out: {reason}", arm.name));
+            if !self.record.skipped.iter().any(|skipped| skipped.arm == arm.name) {
+                self.record.skipped.push(SkippedArm { arm: arm.name.clone(), reason });
+            }
+        }
+        Ok(skips)
     }
 
     fn first_repeat(&self, cells: &[Cell], arm: usize) -> usize {
@@ -180,10 +241,16 @@ impl Runner<'_> {
         Ok(&mut loaded.session.insert(session).engine)
     }
 
-    /// Warms up, measures and writes one cell.
-    fn measure(&mut self, loaded: &mut Loaded, cell: Cell, (position, of): (usize, usize)) -> Result<()> {
+    fn measure(
+        &mut self,
+        loaded: &mut Loaded,
+        cell: Cell,
+        (position, of): (usize, usize),
+    ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
-        let Some(ready) = &self.prepared.arms[cell.arm] else { return Ok(()) };
+        let Some(ready) = &self.prepared.arms[cell.arm] else {
+            return Err(Error::failed(format!("arm `{}` was not prepared", arm.name), ""));
+        };
         let model = &self.prepared.models[&arm.model];
         let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
         let what = match self.plan.repeats {
@@ -224,7 +291,7 @@ impl Runner<'_> {
         self.write(cell, &record, offered_rate)
     }
 
-    fn write(&mut self, cell: Cell, record: &ArmRecord, offered_rate: Option<Rate>) -> Result<()> {
+    fn write(&mut self, cell: Cell, record: &ArmRecord, offered_rate: Option<Rate>) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
         let label = self.label(arm, cell);
@@ -248,7 +315,7 @@ impl Runner<'_> {
         ];
         self.folder.append(cell, &files)?;
         self.progress.line(&overview::one_line(&summary, self.plan.repeats));
-        Ok(())
+        Ok(summary)
     }
 
     fn label(&self, arm: &Arm, cell: Cell) -> ArmLabel {
