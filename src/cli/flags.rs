@@ -116,7 +116,7 @@ pub struct RunOutputFlags {
     pub check: bool,
 
     /// Begin no further arm after this many minutes; --resume goes on
-    #[arg(long, value_name = "MINUTES")]
+    #[arg(long, value_name = "MINUTES", allow_negative_numbers = true)]
     pub budget: Option<f64>,
 }
 

@@ -71,7 +71,8 @@ pub fn fit(points: &BTreeMap<usize, f64>) -> Option<StepFit> {
     Some(StepFit {
         shared_ms: mean_y - private_ms * mean_x,
         private_ms,
-        r_squared: if yy > 0.0 { xy * xy / (xx * yy) } else { 1.0 },
+        // (Equal values differ by rounding at most: the line explains them all.)
+        r_squared: if yy > 1e-12 * mean_y * mean_y { xy * xy / (xx * yy) } else { 1.0 },
         points: points.len(),
         smallest: *points.keys().next()?,
         largest: *points.keys().next_back()?,
