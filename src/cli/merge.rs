@@ -94,11 +94,13 @@ impl MergeFlags {
     }
 }
 
+/// Rows of one cell, by file.
+type CellRows = Vec<(&'static str, Rows)>;
+
 /// Rows of a folder, by the cell they belong to.
-fn cells_of(folder: &Path, plan: &Plan) -> Result<Vec<(Cell, Vec<(&'static str, Rows)>)>> {
+fn cells_of(folder: &Path, plan: &Plan) -> Result<Vec<(Cell, CellRows)>> {
     let finished = ResultsFolder::finished_in(folder)?;
-    let mut cells: Vec<(Cell, Vec<(&'static str, Rows)>)> =
-        finished.into_iter().map(|cell| (cell, Vec::new())).collect();
+    let mut cells: Vec<(Cell, CellRows)> = finished.into_iter().map(|cell| (cell, Vec::new())).collect();
     for name in FILES {
         let path = folder.join(name);
         let Ok(text) = std::fs::read_to_string(&path) else { continue };
