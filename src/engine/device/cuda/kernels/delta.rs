@@ -13,7 +13,7 @@ const SPLIT: u32 = 4;
 /// Shared memory of `delta_stream`: three states.
 const STREAM_SHARED: u32 = 3 * 128 * 128 * 4;
 /// (sequence, head) pairs for each multiprocessor from which streaming the states wins.
-const STREAM_TASKS: usize = 1;
+const STREAM_TASKS: usize = 2;
 
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
