@@ -4,7 +4,7 @@
 //! or settings. On a virtual clock every cell opens its own session, so that its times start at 0 and a resumed run
 //! gives the same bits as an undisturbed one.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::drive::{Submission, drive};
 use super::folder::{RUN_FILE, ResultsFolder};
@@ -19,6 +19,7 @@ use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
 use crate::measure::checks::check_rows;
+use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
 use crate::measure::saturate::OverSaturation;
@@ -31,6 +32,9 @@ use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};
+
+/// Clocks and temperatures move slower than this; a reading takes well under a millisecond.
+const GPU_READING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How a run tells of its progress. Nothing of it is data.
 pub trait Progress {
@@ -83,6 +87,23 @@ impl Runner<'_> {
     /// # Errors
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
     pub fn run(&mut self) -> Result<Ending> {
+        let monitor =
+            WhichGpu::of(self.device.info()).map(|gpu| GpuMonitor::start(gpu, GPU_READING_INTERVAL));
+        let outcome = self.run_cells();
+        match monitor {
+            Some(Ok(monitor)) => {
+                if let Some(state) = monitor.stop() {
+                    self.record.device.facts.extend(state.facts());
+                    self.record.warnings.extend(state.warnings());
+                }
+            }
+            Some(Err(reason)) => self.record.warnings.push(reason),
+            None => {}
+        }
+        outcome
+    }
+
+    fn run_cells(&mut self) -> Result<Ending> {
         let mut loaded: Option<Loaded> = None;
         let mut trace = self.trace.then(ChromeTrace::default);
         let cells = self.plan.cells();

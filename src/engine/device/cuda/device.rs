@@ -38,6 +38,7 @@ impl CudaDevice {
             ("L2 bytes", facts.l2_bytes.to_string()),
             ("driver CUDA", format!("{}.{}", facts.driver.0, facts.driver.1)),
             ("NVRTC", compiler),
+            ("PCI bus id", facts.pci_bus_id.clone()),
         ];
         let info = DeviceInfo {
             kind: DeviceKind::Cuda,

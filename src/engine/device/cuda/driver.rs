@@ -35,6 +35,8 @@ pub struct GpuFacts {
     pub shared_bytes: u32,
     /// The driver's CUDA version, (13, 0).
     pub driver: (i32, i32),
+    /// `0000:3b:00.0`: the same GPU whatever is visible to this process.
+    pub pci_bus_id: String,
 }
 
 /// Turns a driver code into an error that says what was being done.
@@ -128,6 +130,9 @@ fn facts(ordinal: i32, driver: (i32, i32)) -> Result<GpuFacts> {
     let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(asked);
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let domain = attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+    let bus = attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+    let slot = attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
     Ok(GpuFacts {
         ordinal,
         name: result::device::get_name(device).map_err(asked)?,
@@ -138,6 +143,7 @@ fn facts(ordinal: i32, driver: (i32, i32)) -> Result<GpuFacts> {
         l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
         shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         driver,
+        pci_bus_id: format!("{domain:04x}:{bus:02x}:{slot:02x}.0"),
     })
 }
 
