@@ -92,9 +92,9 @@ impl Model {
                     o[dv] = row.iter().zip(&q).map(|(s, q)| s * q).sum();
                 }
                 let rms = (o.iter().map(|x| x * x).sum::<f64>() / HEAD as f64 + 1e-6).sqrt();
-                for dv in 0..HEAD {
+                for (dv, value) in o.iter().enumerate() {
                     let z = at(t, channels + head * HEAD + dv);
-                    out.push(o[dv] / rms * f64::from(self.norm_weight[dv]) * z / (1.0 + (-z).exp()));
+                    out.push(value / rms * f64::from(self.norm_weight[dv]) * z / (1.0 + (-z).exp()));
                 }
             }
         }
@@ -200,7 +200,9 @@ fn errors(gpu: &Gpu, heads: (usize, usize), lengths: &[usize], cuts: &[usize]) -
 fn chunked_delta_rule_equals_the_recurrence() {
     let Some(gpu) = gpu("chunked_delta_rule_equals_the_recurrence") else { return };
     let every_tail: Vec<usize> = (1..=130).collect();
-    let cases: [(&str, (usize, usize), &[usize], &[usize]); 5] = [
+    // Name, (key heads, value heads), lengths of the prompts, where they are cut.
+    type Case<'a> = (&'a str, (usize, usize), &'a [usize], &'a [usize]);
+    let cases: [Case; 5] = [
         ("one prompt", (2, 4), &[150], &[]),
         ("every tail length", (1, 2), &every_tail, &[]),
         ("three prompts, cut at 70 and 75", (2, 2), &[150, 64, 75], &[70, 75]),
