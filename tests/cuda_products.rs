@@ -133,7 +133,7 @@ fn check(gpu: &Gpu, products: &Products, (rows, n, k): (usize, usize, usize), wi
         assert!(error < 3e-5, "{what}: {parts} parts: {error}");
     }
 
-    if n % 16 == 0 {
+    if n.is_multiple_of(16) {
         let width = n / 2;
         let stride = width + 8;
         let silu = |x: f64| x / (1.0 + (-x).exp());
@@ -160,7 +160,7 @@ fn products_of_own_kernels_agree_with_plain_loops() {
     let products = Products::new(&gpu, 300, 2 * 2560, 0, true).unwrap();
     for (n, k) in SHAPES {
         for rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 129, 200] {
-            check(&gpu, &products, (rows, n, k), rows == 7 && n % 16 == 0, "own");
+            check(&gpu, &products, (rows, n, k), rows == 7 && n.is_multiple_of(16), "own");
         }
     }
 }
@@ -171,7 +171,7 @@ fn products_with_the_library_agree_with_plain_loops() {
     let products = Products::new(&gpu, 300, 2 * 2560, 0, false).unwrap();
     for (n, k) in SHAPES {
         for rows in [1, 5, 9, 33, 128, 200] {
-            check(&gpu, &products, (rows, n, k), rows == 33 && n % 16 == 0, "library");
+            check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "library");
         }
     }
 }
