@@ -233,13 +233,18 @@ fn attend_rows<A: Arch>(
         let block = sequence.blocks[slot / block_slots] as usize;
         kv.key_tile(layer.index, block, kv_head, slot % block_slots)
     };
+    let values_of =
+        |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
     let mut slot = 0;
     while slot < slots {
         let second = if slot + LANES < slots { slot + LANES } else { slot };
         // SAFETY: a row of scores has room for the second tile of the last pair.
         let out = unsafe { workspace.scores.as_mut_ptr().add(slot) };
+        // Blocks lie anywhere, so the next one must be named to be prefetched.
+        let ahead = if slot + 2 * LANES < slots { key_tile(slot + 2 * LANES) } else { values_of(0) };
         let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
-            .into(out, score_stride, false);
+            .into(out, score_stride, false)
+            .prefetching(ahead);
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -259,8 +264,8 @@ fn attend_rows<A: Arch>(
     let value_bytes = kv.element.bytes();
     let mut slot = 0;
     while slot < slots {
-        let block = sequence.blocks[slot / block_slots] as usize;
-        let base = kv.value_row(layer.index, block, kv_head, 0);
+        let base = values_of(slot);
+        let next = if slot + block_slots < slots { values_of(slot + block_slots) } else { base };
         for d in (0..kv.value_stride).step_by(2 * LANES) {
             let cols = block_slots.min(slots - slot);
             // SAFETY: value rows are padded to whole panels and a block's rows follow each other; the softmax wrote
@@ -274,6 +279,7 @@ fn attend_rows<A: Arch>(
                     workspace.weights.as_ptr().add(slot * count),
                 )
                 .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
+                .prefetching(next.wrapping_add(d * value_bytes))
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };

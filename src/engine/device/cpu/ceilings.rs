@@ -12,24 +12,29 @@ use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::config::CpuMath;
 
-/// Sizes of the block read, in MiB: well beyond any L3, and that of a small model.
+/// Sizes of the block read, in MiB: well beyond any L3, and those of small models, so that a step's share can't pass 1.
 const READ_MIB: [usize; 2] = [512, 256];
+const PASSES: usize = 8;
 
 /// Measures all ceilings; about two seconds.
 pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
     let mut read = 0f64;
     for mib in READ_MIB {
+        // Huge pages where the system gives them; nothing reads faster from small ones.
         let buffer = Buffer::zeroed(mib << 20)?;
         fill(pool, &buffer);
-        for _ in 0..5 {
-            read = read.max(read_rate(pool, isa, &buffer));
+        for _ in 0..PASSES {
+            for rate in [read_rate::<1>, read_rate::<2>, read_rate::<4>] {
+                read = read.max(rate(pool, isa, &buffer));
+            }
         }
     }
     let (from, to) = (Buffer::zeroed(256 << 20)?, Buffer::zeroed(256 << 20)?);
     fill(pool, &from);
     fill(pool, &to);
-    let copy = (0..5).map(|_| copy_rate(pool, &from, &to)).fold(0.0, f64::max);
-    let flops = (0..8).map(|_| flop_rate(pool, isa, math)).fold(0.0, f64::max);
+    let best = |rates: &mut dyn FnMut() -> f64| (0..PASSES).map(|_| rates()).fold(0.0, f64::max);
+    let copy = best(&mut || copy_rate(pool, &from, &to));
+    let flops = best(&mut || flop_rate(pool, isa, math));
     Ok(Ceilings {
         read_bytes_per_s: read,
         copy_bytes_per_s: copy,
@@ -54,18 +59,27 @@ fn for_each_share(pool: &mut Pool, len: usize, body: &(dyn Fn(usize, usize) + Sy
     pool.run(&|thread| body(thread * share, share));
 }
 
-struct ReadAll<'a>(&'a [f32]);
+/// Reads a slice as `S` streams side by side.
+struct ReadAll<'a, const S: usize>(&'a [f32]);
 
-impl Work for ReadAll<'_> {
+/// How far ahead of each stream lines are prefetched, floats.
+const AHEAD: usize = 1024;
+
+impl<const S: usize> Work for ReadAll<'_, S> {
     type Output = f32;
 
     #[inline(always)]
     fn run<A: Arch>(self) -> f32 {
+        let stream = self.0.len() / S;
         let mut sums = [[0f32; LANES]; 4];
-        for chunk in self.0.chunks_exact(4 * LANES) {
-            for (part, sum) in sums.iter_mut().enumerate() {
-                for lane in 0..LANES {
-                    sum[lane] += chunk[part * LANES + lane];
+        for at in (0..stream / (4 * LANES) * (4 * LANES)).step_by(4 * LANES) {
+            for s in 0..S {
+                let chunk = &self.0[s * stream + at..][..4 * LANES];
+                for (part, sum) in sums.iter_mut().enumerate() {
+                    prefetch(chunk.as_ptr().wrapping_add(AHEAD + part * LANES));
+                    for lane in 0..LANES {
+                        sum[lane] += chunk[part * LANES + lane];
+                    }
                 }
             }
         }
@@ -73,15 +87,28 @@ impl Work for ReadAll<'_> {
     }
 }
 
-fn read_rate(pool: &mut Pool, isa: Isa, buffer: &Buffer) -> f64 {
+#[inline(always)]
+fn prefetch(at: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults, wherever it points.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+fn read_rate<const S: usize>(pool: &mut Pool, isa: Isa, buffer: &Buffer) -> f64 {
     let base = Shared(buffer.as_mut_ptr().cast::<f32>());
     let start = Instant::now();
     for_each_share(pool, buffer.len(), &|start, len| {
         // SAFETY: the buffer is only read.
         let part = unsafe { &*base.part(start / 4, len / 4) };
-        std::hint::black_box(isa.run(ReadAll(part)));
+        std::hint::black_box(isa.run(ReadAll::<S>(part)));
     });
-    buffer.len() as f64 / start.elapsed().as_secs_f64()
+    let read = pool.threads() * (buffer.len() / pool.threads() & !4095);
+    read as f64 / start.elapsed().as_secs_f64()
 }
 
 fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {

@@ -189,7 +189,10 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
 
 #[target_feature(enable = "avx2,fma")]
 pub unsafe fn rounds(rounds: usize) -> f32 {
-    let mut sums = [_mm256_set1_ps(1.0); 12];
+    let mut sums = [_mm256_setzero_ps(); 12];
+    for (i, sum) in sums.iter_mut().enumerate() {
+        *sum = _mm256_set1_ps(std::hint::black_box(i as f32));
+    }
     let factor = _mm256_set1_ps(std::hint::black_box(0.999));
     let term = _mm256_set1_ps(std::hint::black_box(0.001));
     for _ in 0..rounds {

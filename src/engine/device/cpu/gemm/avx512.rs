@@ -200,46 +200,140 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
     }
 }
 
+/// The sums of a tile while its groups are worked off, [T][32].
+type Totals<const T: usize> = [[f32; 32]; T];
+
+/// Groups worked on at a time: with few tokens one group's sums are too few to hide the latency of a multiply-add. A group's
+/// part is a chain of its own and parts are added in order of groups, so this does not show in the bits.
+const fn groups_at_once(tokens: usize) -> usize {
+    match tokens {
+        1 => 4,
+        2 | 3 => 2,
+        _ => 1,
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_totals<const T: usize>(tile: &Tile) -> Totals<T> {
+    let mut total = [[0f32; 32]; T];
+    if tile.accumulate {
+        for (t, total) in total.iter_mut().enumerate() {
+            // SAFETY: `out` holds T rows of 32, by the contract of `TileFn`.
+            *total = unsafe { tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned() };
+        }
+    }
+    total
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store_totals<const T: usize>(tile: &Tile, total: &Totals<T>) {
+    for (t, total) in total.iter().enumerate() {
+        // SAFETY: as in `load_totals`.
+        unsafe { tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total) };
+    }
+}
+
+/// total = scale * part + total
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add_group<const B: bool, const T: usize>(
+    tile: &Tile,
+    g: usize,
+    part: &Sums<T>,
+    total: &mut Totals<T>,
+) {
+    // SAFETY: scales hold 32 of 16 bits a group; a total has 32 values.
+    unsafe {
+        let scales = tile.scales.add(64 * g);
+        let (low, high) = if B {
+            (load::<2>(scales), load::<2>(scales.add(32)))
+        } else {
+            (load::<1>(scales), load::<1>(scales.add(32)))
+        };
+        for (total, part) in total.iter_mut().zip(part) {
+            let at = total.as_mut_ptr();
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(low, part[0], _mm512_loadu_ps(at)));
+            let at = at.add(16);
+            _mm512_storeu_ps(at, _mm512_fmadd_ps(high, part[1], _mm512_loadu_ps(at)));
+        }
+    }
+}
+
 /// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total. A nibble becomes a float by one
 /// shift and one table look-up, whose index is the lowest four bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access.
+    unsafe {
+        let mut total = load_totals::<T>(tile);
+        let groups = tile.cols / tile.group;
+        let mut g = 0;
+        if groups_at_once(T) == 4 {
+            while g + 4 <= groups {
+                int4_groups::<Z, B, T, 4>(tile, g, &mut total);
+                g += 4;
+            }
+        }
+        if groups_at_once(T) >= 2 {
+            while g + 2 <= groups {
+                int4_groups::<Z, B, T, 2>(tile, g, &mut total);
+                g += 2;
+            }
+        }
+        while g < groups {
+            int4_groups::<Z, B, T, 1>(tile, g, &mut total);
+            g += 1;
+        }
+        store_totals(tile, &total);
+    }
+}
+
+/// Groups `first..first + G`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn int4_groups<const Z: bool, const B: bool, const T: usize, const G: usize>(
+    tile: &Tile,
+    first: usize,
+    total: &mut Totals<T>,
+) {
     // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
     unsafe {
         // Without zero points every zero is 8, taken into the table.
-        let first = if Z { 0.0 } else { -8.0 };
+        let start = if Z { 0.0 } else { -8.0 };
         let table = _mm512_add_ps(
             _mm512_setr_ps(0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.),
-            _mm512_set1_ps(first),
+            _mm512_set1_ps(start),
         );
-        let mut total = [[0f32; 32]; T];
-        if tile.accumulate {
-            for (t, total) in total.iter_mut().enumerate() {
-                *total = tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned();
+        let mut zeros = [[_mm512_setzero_ps(); 2]; G];
+        if Z {
+            for (j, zero) in zeros.iter_mut().enumerate() {
+                let at = tile.zeros.add(16 * (first + j));
+                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast()));
+                zero[0] = _mm512_cvtepi32_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(15)));
+                zero[1] = _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(pairs));
             }
         }
-        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
-        for g in 0..tile.cols / tile.group {
-            let (mut zero_low, mut zero_high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-            if Z {
-                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(tile.zeros.add(16 * g).cast()));
-                zero_low = _mm512_cvtepi32_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(15)));
-                zero_high = _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(pairs));
-            }
-            let mut part = [[_mm512_setzero_ps(); 2]; T];
-            for _ in 0..tile.group / 8 {
+        let blocks = tile.group / 8;
+        let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
+        for block in 0..blocks {
+            for j in 0..G {
+                let at = ((first + j) * blocks + block) * tile.stride;
+                let ahead = tile.ahead.wrapping_add(at);
                 _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                 _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
-                ahead = ahead.wrapping_add(tile.stride);
-                let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
+                let low = _mm512_loadu_si512(tile.w0.add(at).cast());
+                let high = _mm512_loadu_si512(tile.w1.add(at).cast());
+                let x = tile.x.add(((first + j) * blocks + block) * 8 * T);
                 let mut column = |low: __m512i, high: __m512i, x: *const f32| {
                     let mut low = _mm512_permutexvar_ps(low, table);
                     let mut high = _mm512_permutexvar_ps(high, table);
                     if Z {
-                        low = _mm512_sub_ps(low, zero_low);
-                        high = _mm512_sub_ps(high, zero_high);
+                        low = _mm512_sub_ps(low, zeros[j][0]);
+                        high = _mm512_sub_ps(high, zeros[j][1]);
                     }
-                    add_column::<T>(&mut part, low, high, x);
+                    add_column::<T>(&mut parts[j], low, high, x);
                 };
                 column(low, high, x);
                 column(_mm512_srli_epi32::<16>(low), _mm512_srli_epi32::<16>(high), x.add(T));
@@ -249,25 +343,10 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                 column(_mm512_srli_epi32::<24>(low), _mm512_srli_epi32::<24>(high), x.add(5 * T));
                 column(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(6 * T));
                 column(_mm512_srli_epi32::<28>(low), _mm512_srli_epi32::<28>(high), x.add(7 * T));
-                w0 = w0.add(tile.stride);
-                w1 = w1.add(tile.stride);
-                x = x.add(8 * T);
-            }
-            let scales = tile.scales.add(64 * g);
-            let (scale_low, scale_high) = if B {
-                (load::<2>(scales), load::<2>(scales.add(32)))
-            } else {
-                (load::<1>(scales), load::<1>(scales.add(32)))
-            };
-            for (total, part) in total.iter_mut().zip(&part) {
-                let at = total.as_mut_ptr();
-                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_low, part[0], _mm512_loadu_ps(at)));
-                let at = at.add(16);
-                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_high, part[1], _mm512_loadu_ps(at)));
             }
         }
-        for (t, total) in total.iter().enumerate() {
-            tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total);
+        for (j, part) in parts.iter().enumerate() {
+            add_group::<B, T>(tile, first + j, part, total);
         }
     }
 }
@@ -312,78 +391,109 @@ unsafe fn bf16_tile<const T: usize>(tile: &Tile) {
     }
 }
 
-/// As [`int4_tile`], in pairs: q - zero + 16 is a number of five bits, which a table of 32 bf16 turns into q - zero.
+/// As [`int4_tile`], in pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn int4_bf16_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
+    // SAFETY: the contract of `TileFn` covers every access.
+    unsafe {
+        let mut total = load_totals::<T>(tile);
+        let groups = tile.cols / tile.group;
+        let mut g = 0;
+        if groups_at_once(T) == 4 {
+            while g + 4 <= groups {
+                int4_bf16_groups::<Z, B, T, 4>(tile, g, &mut total);
+                g += 4;
+            }
+        }
+        if groups_at_once(T) >= 2 {
+            while g + 2 <= groups {
+                int4_bf16_groups::<Z, B, T, 2>(tile, g, &mut total);
+                g += 2;
+            }
+        }
+        while g < groups {
+            int4_bf16_groups::<Z, B, T, 1>(tile, g, &mut total);
+            g += 1;
+        }
+        store_totals(tile, &total);
+    }
+}
+
+/// Groups `first..first + G`: q - zero + 16 is a number of five bits, which a table of 32 bf16 turns into q - zero.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn int4_bf16_groups<const Z: bool, const B: bool, const T: usize, const G: usize>(
+    tile: &Tile,
+    first: usize,
+    total: &mut Totals<T>,
+) {
     // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
     unsafe {
-        let mut entries = [0u16; 32];
-        for (i, entry) in entries.iter_mut().enumerate() {
-            *entry = half::bf16::from_f32(i as f32 - 16.0).to_bits();
-        }
-        let table = _mm512_loadu_si512(entries.as_ptr().cast());
+        let table = _mm512_loadu_si512(BF16_FROM_16_BELOW.as_ptr().cast());
         let nibble = _mm512_set1_epi16(15);
-        let mut total = [[0f32; 32]; T];
-        if tile.accumulate {
-            for (t, total) in total.iter_mut().enumerate() {
-                *total = tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().read_unaligned();
-            }
-        }
-        let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
-        for g in 0..tile.cols / tile.group {
-            // 16 - zero in both halves of each lane.
-            let (mut add_low, mut add_high) = (_mm512_set1_epi16(8), _mm512_set1_epi16(8));
-            if Z {
-                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(tile.zeros.add(16 * g).cast()));
-                let twice = |zeros: __m512i| _mm512_or_si512(zeros, _mm512_slli_epi32::<16>(zeros));
+        // 16 - zero in both halves of each lane.
+        let mut adds = [[_mm512_set1_epi16(8); 2]; G];
+        if Z {
+            for (j, add) in adds.iter_mut().enumerate() {
+                let at = tile.zeros.add(16 * (first + j));
+                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast()));
                 let sixteen = _mm512_set1_epi16(16);
                 let low = _mm512_and_si512(pairs, _mm512_set1_epi32(15));
-                add_low = _mm512_sub_epi16(sixteen, twice(low));
-                add_high = _mm512_sub_epi16(sixteen, twice(_mm512_srli_epi32::<4>(pairs)));
+                let high = _mm512_srli_epi32::<4>(pairs);
+                add[0] = _mm512_sub_epi16(sixteen, _mm512_or_si512(low, _mm512_slli_epi32::<16>(low)));
+                add[1] = _mm512_sub_epi16(sixteen, _mm512_or_si512(high, _mm512_slli_epi32::<16>(high)));
             }
-            let mut part = [[_mm512_setzero_ps(); 2]; T];
-            for _ in 0..tile.group / 8 {
+        }
+        let blocks = tile.group / 8;
+        let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
+        for block in 0..blocks {
+            for j in 0..G {
+                let at = ((first + j) * blocks + block) * tile.stride;
+                let ahead = tile.ahead.wrapping_add(at);
                 _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                 _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
-                ahead = ahead.wrapping_add(tile.stride);
-                let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
+                let low = _mm512_loadu_si512(tile.w0.add(at).cast());
+                let high = _mm512_loadu_si512(tile.w1.add(at).cast());
+                let x = tile.x.add(((first + j) * blocks + block) * 4 * T);
                 let mut pair = |low: __m512i, high: __m512i, x: *const f32| {
-                    let low = _mm512_add_epi16(_mm512_and_si512(low, nibble), add_low);
-                    let high = _mm512_add_epi16(_mm512_and_si512(high, nibble), add_high);
+                    let low = _mm512_add_epi16(_mm512_and_si512(low, nibble), adds[j][0]);
+                    let high = _mm512_add_epi16(_mm512_and_si512(high, nibble), adds[j][1]);
                     let low = _mm512_permutexvar_epi16(low, table);
                     let high = _mm512_permutexvar_epi16(high, table);
-                    add_pair::<T>(&mut part, low, high, x);
+                    add_pair::<T>(&mut parts[j], low, high, x);
                 };
                 pair(low, high, x);
                 pair(_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high), x.add(T));
                 pair(_mm512_srli_epi32::<8>(low), _mm512_srli_epi32::<8>(high), x.add(2 * T));
                 pair(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(3 * T));
-                w0 = w0.add(tile.stride);
-                w1 = w1.add(tile.stride);
-                x = x.add(4 * T);
-            }
-            let scales = tile.scales.add(64 * g);
-            let (scale_low, scale_high) = if B {
-                (load::<2>(scales), load::<2>(scales.add(32)))
-            } else {
-                (load::<1>(scales), load::<1>(scales.add(32)))
-            };
-            for (total, part) in total.iter_mut().zip(&part) {
-                let at = total.as_mut_ptr();
-                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_low, part[0], _mm512_loadu_ps(at)));
-                let at = at.add(16);
-                _mm512_storeu_ps(at, _mm512_fmadd_ps(scale_high, part[1], _mm512_loadu_ps(at)));
             }
         }
-        for (t, total) in total.iter().enumerate() {
-            tile.out.add(t * tile.out_stride).cast::<[f32; 32]>().write_unaligned(*total);
+        for (j, part) in parts.iter().enumerate() {
+            add_group::<B, T>(tile, first + j, part, total);
         }
     }
 }
 
+/// The numbers -16 to 15 as bf16, which holds them exactly.
+const BF16_FROM_16_BELOW: [u16; 32] = {
+    let mut table = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        table[i] = half::bf16::from_f32_const(i as f32 - 16.0).to_bits();
+        i += 1;
+    }
+    table
+};
+
+/// Independent sums of a round: enough to hide the latency of both kinds of multiply-add.
+pub const ROUND_SUMS: usize = 16;
+
 #[target_feature(enable = "avx512f")]
 pub unsafe fn rounds(rounds: usize) -> f32 {
-    let mut sums = [_mm512_set1_ps(1.0); 24];
+    let mut sums = [_mm512_setzero_ps(); ROUND_SUMS];
+    for (i, sum) in sums.iter_mut().enumerate() {
+        *sum = _mm512_set1_ps(std::hint::black_box(i as f32));
+    }
     let factor = _mm512_set1_ps(std::hint::black_box(0.999));
     let term = _mm512_set1_ps(std::hint::black_box(0.001));
     for _ in 0..rounds {
@@ -396,7 +506,10 @@ pub unsafe fn rounds(rounds: usize) -> f32 {
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub unsafe fn bf16_rounds(rounds: usize) -> f32 {
-    let mut sums = [_mm512_set1_ps(1.0); 24];
+    let mut sums = [_mm512_setzero_ps(); ROUND_SUMS];
+    for (i, sum) in sums.iter_mut().enumerate() {
+        *sum = _mm512_set1_ps(std::hint::black_box(i as f32));
+    }
     let bits = _mm512_set1_epi32(std::hint::black_box(0x3a00_3a00));
     // SAFETY: both are 512 bits without invalid values.
     let factor: __m512bh = unsafe { std::mem::transmute(bits) };

@@ -88,6 +88,10 @@ impl Tile {
         }
     }
 
+    pub fn prefetching(self, ahead: *const u8) -> Self {
+        Self { ahead, ..self }
+    }
+
     pub fn into(self, out: *mut f32, out_stride: usize, accumulate: bool) -> Self {
         Self { out, out_stride, accumulate, ..self }
     }
@@ -124,9 +128,10 @@ fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn
 pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
     let products = if math == CpuMath::Bf16 { 2 } else { 1 };
     match isa {
-        Isa::Avx512 => 2 * 16 * 24 * products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => 2 * 16 * avx512::ROUND_SUMS * products,
         Isa::Avx2 => 2 * 8 * 12,
-        Isa::Portable => 2 * 16 * 8,
+        _ => 2 * 16 * 8,
     }
 }
 
