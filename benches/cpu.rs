@@ -32,7 +32,9 @@ fn main() {
     let threads =
         arguments.iter().find_map(|a| a.strip_prefix("threads=")).map(|n| n.parse().expect("threads=N"));
     let filter = arguments.iter().find(|a| !a.contains('=')).cloned().unwrap_or_default();
-    let mut device = CpuDevice::new(threads).expect("a CPU");
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let threads = threads.unwrap_or(cores);
+    let mut device = CpuDevice::new(Some(threads)).expect("a CPU");
     println!("# CPU device bench\n");
     for (name, value) in &device.info().facts {
         println!("- {name}: {value}");
@@ -51,7 +53,7 @@ fn main() {
     ];
     for (name, layout, math) in cases {
         if name.contains(&filter) {
-            case(&mut device, name, &layout, math);
+            case(&mut device, threads, name, &layout, math);
         }
     }
 }
@@ -112,7 +114,7 @@ fn smollm2(format: WeightFormat) -> ModelLayout {
     with_format(layout, format)
 }
 
-fn case(device: &mut CpuDevice, name: &str, layout: &ModelLayout, math: CpuMath) {
+fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout, math: CpuMath) {
     let source: WeightSource = Box::new(SyntheticWeights::new(layout.clone(), 1));
     let options = LoadOptions { cpu_math: math, threads: None };
     let model = match device.load(layout, &source, &options, &mut |_| {}) {
@@ -122,7 +124,11 @@ fn case(device: &mut CpuDevice, name: &str, layout: &ModelLayout, math: CpuMath)
             return;
         }
     };
-    let ceilings = device.ceilings().expect("ceilings");
+    // Measured anew for every case: on a shared machine they change.
+    let mut fresh = CpuDevice::new(Some(threads)).expect("a CPU");
+    fresh.set_math(math);
+    let ceilings = fresh.ceilings().expect("ceilings");
+    drop(fresh);
     let plan = CachePlan {
         layout: KvLayout::Split,
         block_tokens: BLOCK_TOKENS,

@@ -80,6 +80,13 @@ impl CpuDevice {
     }
 }
 
+impl CpuDevice {
+    /// Arithmetic that [`Device::ceilings`] is given for, until a model is loaded with its own.
+    pub fn set_math(&mut self, math: CpuMath) {
+        self.math = math;
+    }
+}
+
 /// The CPU's model name as the system gives it.
 fn cpu_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

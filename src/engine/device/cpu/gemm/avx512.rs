@@ -203,16 +203,6 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
 /// The sums of a tile while its groups are worked off, [T][32].
 type Totals<const T: usize> = [[f32; 32]; T];
 
-/// Groups worked on at a time: with few tokens one group's sums are too few to hide the latency of a multiply-add. A group's
-/// part is a chain of its own and parts are added in order of groups, so this does not show in the bits.
-const fn groups_at_once(tokens: usize) -> usize {
-    match tokens {
-        1 => 4,
-        2 | 3 => 2,
-        _ => 1,
-    }
-}
-
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_totals<const T: usize>(tile: &Tile) -> Totals<T> {
@@ -270,13 +260,9 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         let mut total = load_totals::<T>(tile);
         let groups = tile.cols / tile.group;
         let mut g = 0;
-        if groups_at_once(T) == 4 {
-            while g + 4 <= groups {
-                int4_groups::<Z, B, T, 4>(tile, g, &mut total);
-                g += 4;
-            }
-        }
-        if groups_at_once(T) >= 2 {
+        // With few tokens one group's sums are too few to hide the latency of a multiply-add. A group's part is a chain of
+        // its own and parts are added in order of groups, so this does not show in the bits.
+        if T <= 3 {
             while g + 2 <= groups {
                 int4_groups::<Z, B, T, 2>(tile, g, &mut total);
                 g += 2;
@@ -317,33 +303,19 @@ unsafe fn int4_groups<const Z: bool, const B: bool, const T: usize, const G: usi
         }
         let blocks = tile.group / 8;
         let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
+        let x_stride = tile.group * T;
         for block in 0..blocks {
-            for j in 0..G {
-                let at = ((first + j) * blocks + block) * tile.stride;
-                let ahead = tile.ahead.wrapping_add(at);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
-                let low = _mm512_loadu_si512(tile.w0.add(at).cast());
-                let high = _mm512_loadu_si512(tile.w1.add(at).cast());
-                let x = tile.x.add(((first + j) * blocks + block) * 8 * T);
-                let mut column = |low: __m512i, high: __m512i, x: *const f32| {
-                    let mut low = _mm512_permutexvar_ps(low, table);
-                    let mut high = _mm512_permutexvar_ps(high, table);
-                    if Z {
-                        low = _mm512_sub_ps(low, zeros[j][0]);
-                        high = _mm512_sub_ps(high, zeros[j][1]);
-                    }
-                    add_column::<T>(&mut parts[j], low, high, x);
-                };
-                column(low, high, x);
-                column(_mm512_srli_epi32::<16>(low), _mm512_srli_epi32::<16>(high), x.add(T));
-                column(_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high), x.add(2 * T));
-                column(_mm512_srli_epi32::<20>(low), _mm512_srli_epi32::<20>(high), x.add(3 * T));
-                column(_mm512_srli_epi32::<8>(low), _mm512_srli_epi32::<8>(high), x.add(4 * T));
-                column(_mm512_srli_epi32::<24>(low), _mm512_srli_epi32::<24>(high), x.add(5 * T));
-                column(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(6 * T));
-                column(_mm512_srli_epi32::<28>(low), _mm512_srli_epi32::<28>(high), x.add(7 * T));
-            }
+            let (low, high) = load_words::<G>(tile, first * blocks + block, blocks);
+            let x = tile.x.add((first * blocks + block) * 8 * T);
+            let words = Words { low: &low, high: &high, zeros: &zeros, table, x_stride };
+            words.column::<Z, T, 0>(&mut parts, x);
+            words.column::<Z, T, 16>(&mut parts, x.add(T));
+            words.column::<Z, T, 4>(&mut parts, x.add(2 * T));
+            words.column::<Z, T, 20>(&mut parts, x.add(3 * T));
+            words.column::<Z, T, 8>(&mut parts, x.add(4 * T));
+            words.column::<Z, T, 24>(&mut parts, x.add(5 * T));
+            words.column::<Z, T, 12>(&mut parts, x.add(6 * T));
+            words.column::<Z, T, 28>(&mut parts, x.add(7 * T));
         }
         for (j, part) in parts.iter().enumerate() {
             add_group::<B, T>(tile, first + j, part, total);
@@ -391,6 +363,60 @@ unsafe fn bf16_tile<const T: usize>(tile: &Tile) {
     }
 }
 
+/// Eight columns of 32 rows of `G` groups, `blocks` apart: the words of rows 0 to 15 and of rows 16 to 31.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_words<const G: usize>(
+    tile: &Tile,
+    block: usize,
+    blocks: usize,
+) -> ([__m512i; G], [__m512i; G]) {
+    let (mut low, mut high) = ([_mm512_setzero_si512(); G], [_mm512_setzero_si512(); G]);
+    for j in 0..G {
+        let at = (block + j * blocks) * tile.stride;
+        let ahead = tile.ahead.wrapping_add(at);
+        // SAFETY: a panel holds all its words, by the contract of `TileFn`; prefetches never fault.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+            low[j] = _mm512_loadu_si512(tile.w0.add(at).cast());
+            high[j] = _mm512_loadu_si512(tile.w1.add(at).cast());
+        }
+    }
+    (low, high)
+}
+
+struct Words<'a, const G: usize> {
+    low: &'a [__m512i; G],
+    high: &'a [__m512i; G],
+    zeros: &'a [[__m512; 2]; G],
+    table: __m512,
+    /// Activations from one group to the next.
+    x_stride: usize,
+}
+
+impl<const G: usize> Words<'_, G> {
+    /// Adds the column whose nibbles lie at bit `SHIFT`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn column<const Z: bool, const T: usize, const SHIFT: u32>(
+        &self,
+        parts: &mut [Sums<T>; G],
+        x: *const f32,
+    ) {
+        for j in 0..G {
+            let mut low = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.low[j]), self.table);
+            let mut high = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.high[j]), self.table);
+            if Z {
+                low = _mm512_sub_ps(low, self.zeros[j][0]);
+                high = _mm512_sub_ps(high, self.zeros[j][1]);
+            }
+            // SAFETY: every group's activations are readable, by the contract of `TileFn`.
+            unsafe { add_column::<T>(&mut parts[j], low, high, x.add(j * self.x_stride)) };
+        }
+    }
+}
+
 /// As [`int4_tile`], in pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn int4_bf16_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
@@ -399,13 +425,14 @@ unsafe fn int4_bf16_tile<const Z: bool, const B: bool, const T: usize>(tile: &Ti
         let mut total = load_totals::<T>(tile);
         let groups = tile.cols / tile.group;
         let mut g = 0;
-        if groups_at_once(T) == 4 {
+        // As in `int4_tile`; a pair's latency is longer.
+        if T == 1 {
             while g + 4 <= groups {
                 int4_bf16_groups::<Z, B, T, 4>(tile, g, &mut total);
                 g += 4;
             }
         }
-        if groups_at_once(T) >= 2 {
+        if T <= 3 {
             while g + 2 <= groups {
                 int4_bf16_groups::<Z, B, T, 2>(tile, g, &mut total);
                 g += 2;
@@ -446,30 +473,45 @@ unsafe fn int4_bf16_groups<const Z: bool, const B: bool, const T: usize, const G
         }
         let blocks = tile.group / 8;
         let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
+        let x_stride = tile.group / 2 * T;
         for block in 0..blocks {
-            for j in 0..G {
-                let at = ((first + j) * blocks + block) * tile.stride;
-                let ahead = tile.ahead.wrapping_add(at);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
-                let low = _mm512_loadu_si512(tile.w0.add(at).cast());
-                let high = _mm512_loadu_si512(tile.w1.add(at).cast());
-                let x = tile.x.add(((first + j) * blocks + block) * 4 * T);
-                let mut pair = |low: __m512i, high: __m512i, x: *const f32| {
-                    let low = _mm512_add_epi16(_mm512_and_si512(low, nibble), adds[j][0]);
-                    let high = _mm512_add_epi16(_mm512_and_si512(high, nibble), adds[j][1]);
-                    let low = _mm512_permutexvar_epi16(low, table);
-                    let high = _mm512_permutexvar_epi16(high, table);
-                    add_pair::<T>(&mut parts[j], low, high, x);
-                };
-                pair(low, high, x);
-                pair(_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high), x.add(T));
-                pair(_mm512_srli_epi32::<8>(low), _mm512_srli_epi32::<8>(high), x.add(2 * T));
-                pair(_mm512_srli_epi32::<12>(low), _mm512_srli_epi32::<12>(high), x.add(3 * T));
-            }
+            let (low, high) = load_words::<G>(tile, first * blocks + block, blocks);
+            let x = tile.x.add((first * blocks + block) * 4 * T);
+            let words = PairWords { low: &low, high: &high, adds: &adds, table, nibble, x_stride };
+            words.pair::<T, 0>(&mut parts, x);
+            words.pair::<T, 4>(&mut parts, x.add(T));
+            words.pair::<T, 8>(&mut parts, x.add(2 * T));
+            words.pair::<T, 12>(&mut parts, x.add(3 * T));
         }
         for (j, part) in parts.iter().enumerate() {
             add_group::<B, T>(tile, first + j, part, total);
+        }
+    }
+}
+
+struct PairWords<'a, const G: usize> {
+    low: &'a [__m512i; G],
+    high: &'a [__m512i; G],
+    adds: &'a [[__m512i; 2]; G],
+    table: __m512i,
+    nibble: __m512i,
+    x_stride: usize,
+}
+
+impl<const G: usize> PairWords<'_, G> {
+    /// Adds the pair of columns whose nibbles lie at bits `SHIFT` of both halves of a word.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    unsafe fn pair<const T: usize, const SHIFT: u32>(&self, parts: &mut [Sums<T>; G], x: *const f32) {
+        let widen = |words: __m512i, add: __m512i| {
+            let nibbles = _mm512_and_si512(_mm512_srli_epi32::<SHIFT>(words), self.nibble);
+            _mm512_permutexvar_epi16(_mm512_add_epi16(nibbles, add), self.table)
+        };
+        for j in 0..G {
+            let low = widen(self.low[j], self.adds[j][0]);
+            let high = widen(self.high[j], self.adds[j][1]);
+            // SAFETY: every group's activations are readable, by the contract of `TileFn`.
+            unsafe { add_pair::<T>(&mut parts[j], low, high, x.add(j * self.x_stride)) };
         }
     }
 }

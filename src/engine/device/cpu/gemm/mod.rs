@@ -126,26 +126,28 @@ fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn
 
 /// FLOPs of one round of [`multiply_add_rounds`].
 pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
-    let products = if math == CpuMath::Bf16 { 2 } else { 1 };
-    match isa {
+    match (isa, math) {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => 2 * 16 * avx512::ROUND_SUMS * products,
-        Isa::Avx2 => 2 * 8 * 12,
+        (Isa::Avx512, CpuMath::F32) => 2 * 16 * avx512::ROUND_SUMS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, CpuMath::Bf16) => 4 * 16 * avx512::ROUND_SUMS,
+        (Isa::Avx2, _) => 2 * 8 * 12,
         _ => 2 * 16 * 8,
     }
 }
 
 /// Rounds of independent multiply-adds in registers: what the multipliers can do at most.
 pub fn multiply_add_rounds(isa: Isa, math: CpuMath, rounds: usize) -> f32 {
-    match isa {
-        // SAFETY: a value of this variant comes from `detect`; bf16 arithmetic was checked when it was chosen.
+    match (isa, math) {
+        // SAFETY: a value of this variant comes from `detect`.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe {
-            if math == CpuMath::Bf16 { avx512::bf16_rounds(rounds) } else { avx512::rounds(rounds) }
-        },
+        (Isa::Avx512, CpuMath::F32) => unsafe { avx512::rounds(rounds) },
+        // SAFETY: bf16 arithmetic was checked when it was chosen.
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, CpuMath::Bf16) => unsafe { avx512::bf16_rounds(rounds) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::rounds(rounds) },
+        (Isa::Avx2, _) => unsafe { avx2::rounds(rounds) },
         _ => portable::rounds(rounds),
     }
 }
@@ -309,18 +311,19 @@ pub struct Product<'a> {
 impl<'a> Product<'a> {
     pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed) -> Self {
         debug_assert_eq!(matrix.cols, packed.cols);
-        let bf16 = packed.math == CpuMath::Bf16;
-        let choose = |tokens: usize| match matrix.packing {
-            Packing::F32 => dense(isa, Element::F32, tokens),
-            Packing::F16 => dense(isa, Element::F16, tokens),
+        let choose = |tokens: usize| match (matrix.packing, packed.math) {
+            (Packing::F32, _) => dense(isa, Element::F32, tokens),
+            (Packing::F16, _) => dense(isa, Element::F16, tokens),
             #[cfg(target_arch = "x86_64")]
-            Packing::Bf16 if bf16 => avx512::bf16(tokens),
-            Packing::Bf16 => dense(isa, Element::Bf16Pairs, tokens),
+            (Packing::Bf16, CpuMath::Bf16) => avx512::bf16(tokens),
+            (Packing::Bf16, _) => dense(isa, Element::Bf16Pairs, tokens),
             #[cfg(target_arch = "x86_64")]
-            Packing::Int4 { zero_points, bf16_scales, .. } if bf16 => {
+            (Packing::Int4 { zero_points, bf16_scales, .. }, CpuMath::Bf16) => {
                 avx512::int4_bf16(zero_points, bf16_scales, tokens)
             }
-            Packing::Int4 { zero_points, bf16_scales, .. } => int4(isa, zero_points, bf16_scales, tokens),
+            (Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
+                int4(isa, zero_points, bf16_scales, tokens)
+            }
         };
         let small = packed.tiling.small;
         Self { matrix, packed, small: choose(small), larger: choose((small + 1).min(max_tile(isa))) }
