@@ -193,16 +193,7 @@ impl Item<'_> {
             }
         }
         for repeat in 0..self.repeats {
-            self.recur::<A>(
-                repeat,
-                count,
-                token_size,
-                value_lanes,
-                drafts,
-                first_draft,
-                start == 0,
-                workspace,
-            );
+            self.recur(repeat, count, token_size, value_lanes, drafts, first_draft, start == 0, workspace);
         }
         if end > self.sequence.replay {
             self.emit::<A>(start, count, token_size, value_lanes, workspace);
@@ -243,7 +234,7 @@ impl Item<'_> {
     /// One value head's recurrence through a chunk.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    fn recur<A: Arch>(
+    fn recur(
         &self,
         repeat: usize,
         count: usize,
