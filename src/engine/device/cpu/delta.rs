@@ -15,15 +15,13 @@
 
 use super::batch::Sequence;
 use super::cache::{StatePool, fetch, store};
+use super::chunked::{self, CHUNK, Chunk, Gate};
 use super::gemm::Element;
 use super::isa::{Arch, Isa, LANES, Work, fma};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
 use super::recurrence;
 use crate::engine::model::spec::DeltaNet;
-
-/// Tokens whose convolutions are kept at once.
-const CHUNK: usize = 64;
 
 /// Small weights of a delta-net layer.
 #[derive(Debug, Default)]
@@ -58,8 +56,9 @@ pub struct Layer<'a> {
 pub struct Workspace {
     /// Per token of a chunk: q, k, then each value head's v and o.
     tokens: Vec<f32>,
-    /// Per token and value head: e^g, beta.
-    gates: Vec<[f32; 2]>,
+    /// Per token and value head.
+    gates: Vec<Gate>,
+    chunked: chunked::Workspace,
     /// k·q of each token.
     products: Vec<f32>,
     /// A state in f32, where the pool's type is another or drafts must not touch it.
@@ -173,7 +172,7 @@ impl Item<'_> {
         let token_size = 2 * spec.key_dim + 2 * self.repeats * value_lanes;
         let count = end - start;
         workspace.tokens.resize(workspace.tokens.len().max(CHUNK * token_size), 0.0);
-        workspace.gates.resize(workspace.gates.len().max(CHUNK * self.repeats), [0.0; 2]);
+        workspace.gates.resize(workspace.gates.len().max(CHUNK * self.repeats), Gate::default());
         workspace.products.resize(workspace.products.len().max(CHUNK), 0.0);
 
         for i in 0..count {
@@ -189,11 +188,42 @@ impl Item<'_> {
                 let (b, a) = self.gates(start + i, head);
                 let weights = self.layer.weights;
                 let log_decay = weights.decay[head] * lanes::softplus(a + weights.dt_bias[head]);
-                workspace.gates[i * self.repeats + repeat] = [log_decay.exp(), lanes::sigmoid::<A>(b)];
+                workspace.gates[i * self.repeats + repeat] =
+                    Gate { log_decay, decay: log_decay.exp(), beta: lanes::sigmoid::<A>(b) };
+            }
+        }
+        // Tokens that may be replayed or dropped, and few of them, take the recurrent form, whose bits do not depend on how
+        // many come at once.
+        let in_chunk = count >= chunked::MIN_TOKENS
+            && chunked::pays(spec.key_dim)
+            && !drafts
+            && start >= self.sequence.replay;
+        if in_chunk {
+            let dots = &mut workspace.chunked.dots;
+            dots.resize(2 * CHUNK * CHUNK, 0.0);
+            for i in 0..count {
+                for j in 0..=i {
+                    let of = |token: usize, at: usize| {
+                        &workspace.tokens[token * token_size + at..][..spec.key_dim]
+                    };
+                    let k = of(j, spec.key_dim);
+                    dots[i * CHUNK + j] = dot::<A>(of(i, spec.key_dim), k);
+                    dots[(CHUNK + i) * CHUNK + j] = dot::<A>(of(i, 0), k);
+                }
             }
         }
         for repeat in 0..self.repeats {
-            self.recur(repeat, count, token_size, value_lanes, drafts, first_draft, start == 0, workspace);
+            self.recur(
+                repeat,
+                count,
+                token_size,
+                value_lanes,
+                drafts,
+                first_draft,
+                start == 0,
+                in_chunk,
+                workspace,
+            );
         }
         if end > self.sequence.replay {
             self.emit::<A>(start, count, token_size, value_lanes, workspace);
@@ -243,6 +273,7 @@ impl Item<'_> {
         drafts: bool,
         first_draft: bool,
         first: bool,
+        in_chunk: bool,
         workspace: &mut Workspace,
     ) {
         let pool = self.layer.state;
@@ -273,13 +304,30 @@ impl Item<'_> {
         }
         let tile_elements = key_dim * LANES;
         let v_at = 2 * key_dim + 2 * repeat * value_lanes;
-        let mut tile = 0;
+        if in_chunk {
+            // SAFETY: the head's state, or this thread's copy of it, has `elements` elements.
+            let state = unsafe { std::slice::from_raw_parts_mut(state, elements) };
+            self.layer.isa.run(Chunk {
+                isa: self.layer.isa,
+                count,
+                key_dim,
+                value_lanes,
+                tokens: &mut workspace.tokens,
+                token_size,
+                v_at,
+                gates: &workspace.gates[repeat..],
+                gate_stride: self.repeats,
+                state,
+                workspace: &mut workspace.chunked,
+            });
+        }
+        let mut tile = if in_chunk { pool.value_tiles } else { 0 };
         while tile < pool.value_tiles {
             let tiles = if pool.value_tiles - tile >= 4 { 4 } else { 1 };
             let step = recurrence::choose(self.layer.isa, tiles);
             for i in 0..count {
                 let token = &mut workspace.tokens[i * token_size..(i + 1) * token_size];
-                let [decay, beta] = workspace.gates[i * self.repeats + repeat];
+                let Gate { decay, beta, .. } = workspace.gates[i * self.repeats + repeat];
                 let at = v_at + tile * LANES;
                 let base = token.as_mut_ptr();
                 // SAFETY: a token holds q, k and, from `v_at`, v and o of this head; the tiles belong to this item.
@@ -393,10 +441,15 @@ pub const MAX_REPEATS: usize = 16;
 #[inline(always)]
 fn dot<A: Arch>(a: &[f32], b: &[f32]) -> f32 {
     let mut sums: Lanes = [0.0; LANES];
-    for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
-        for (sum, (a, b)) in sums.iter_mut().zip(a.iter().zip(b)) {
-            *sum = fma::<A>(*a, *b, *sum);
+    let (a_lanes, b_lanes) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = a_lanes.remainder().iter().zip(b_lanes.remainder());
+    for (a, b) in a_lanes.zip(b_lanes) {
+        for lane in 0..LANES {
+            sums[lane] = fma::<A>(a[lane], b[lane], sums[lane]);
         }
+    }
+    for (sum, (a, b)) in sums.iter_mut().zip(rest) {
+        *sum = fma::<A>(*a, *b, *sum);
     }
     lanes::add_up(sums)
 }

@@ -13,6 +13,7 @@ mod attention;
 mod batch;
 mod cache;
 pub mod ceilings;
+mod chunked;
 mod delta;
 mod forward;
 mod gemm;
