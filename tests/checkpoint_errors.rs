@@ -152,10 +152,12 @@ fn other_prefixes_are_read() {
     }
 }
 
+type Change = fn(&mut Tensor);
+
 #[test]
 fn wrong_tensors() {
     let name = "model.language_model.layers.1.linear_attn.in_proj_z.weight";
-    let cases: [(&str, fn(&mut Tensor), &[&str]); 3] = [
+    let cases: [(&str, Change, &[&str]); 3] = [
         (name, |tensor| tensor.shape = vec![32, 128], &["in_proj_z", "[32, 128]", "[64, 64]"]),
         (name, |tensor| tensor.dtype = "I16".into(), &["in_proj_z", "I16", "BF16"]),
         (
