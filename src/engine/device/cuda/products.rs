@@ -2,7 +2,7 @@
 //!
 //! | rows of x | product |
 //! |---|---|
-//! | few (1 to 16, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
+//! | few (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
@@ -19,7 +19,7 @@ use super::units;
 use crate::{Error, Result};
 
 /// Rows from which cuBLASLt is the faster one.
-const LIBRARY_ROWS: usize = 17;
+const LIBRARY_ROWS: usize = 9;
 /// `product_stream_8_short` is the faster one to this many columns, from four units of 16 rows a multiprocessor to so many
 /// that start and end no longer matter.
 const SHORT_COLS: usize = 4096;
