@@ -1,15 +1,18 @@
 //! Every kernel compiles for every target, through NVRTC alone: no GPU is needed. Skipped loudly where NVRTC is missing
 //! (`pip install nvidia-cuda-nvrtc` brings it).
 
+mod skip;
+
 use inferwall::engine::device::cuda::compile::{self, TARGETS};
 use inferwall::engine::device::cuda::nvrtc::Nvrtc;
 use inferwall::engine::device::cuda::units;
+use skip::skip;
 
 fn nvrtc(test: &str) -> Option<Nvrtc> {
     match Nvrtc::find(None) {
         Ok(nvrtc) => Some(nvrtc),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}; {}", error.hint());
+            skip(test, format_args!("{error}; {}", error.hint()));
             None
         }
     }

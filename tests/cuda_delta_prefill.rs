@@ -1,12 +1,15 @@
 //! The chunked gated delta rule on the GPU against the recurrence in f64, token by token: every tail length, splits,
 //! grouped heads, several prompts at once. Skipped loudly where there is no usable GPU.
 
+mod skip;
+
 use half::f16;
 use inferwall::engine::device::cuda::delta_prefill::{DeltaPrefill, DeltaShape, HEAD, Layer, Work};
 use inferwall::engine::device::cuda::driver::Gpu;
 use inferwall::engine::device::cuda::launch::Stream;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use skip::skip;
 
 const RING: usize = 8;
 
@@ -14,7 +17,7 @@ fn gpu(test: &str) -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}");
+            skip(test, &error);
             None
         }
     }

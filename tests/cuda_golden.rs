@@ -2,7 +2,9 @@
 //! in company, slots reused, graphs on. Skipped loudly where there is no usable GPU.
 
 mod cpu_rig;
+mod skip;
 
+use skip::skip;
 use std::path::Path;
 
 use cpu_rig::{Golden, Options, Part, Rig, SLOTS, fixture};
@@ -31,7 +33,7 @@ fn device(test: &str) -> Option<CudaDevice> {
     match CudaDevice::new(0) {
         Ok(device) => Some(device),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}; {}", error.hint());
+            skip(test, format_args!("{error}; {}", error.hint()));
             None
         }
     }

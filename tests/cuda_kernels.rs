@@ -1,6 +1,8 @@
 //! Decode kernels on the GPU against plain CPU loops, on random inputs at odd sizes. Skipped loudly where there is no usable
 //! GPU.
 
+mod skip;
+
 use half::f16;
 use inferwall::engine::config::CacheDtype;
 use inferwall::engine::device::cuda::batch::Header;
@@ -16,12 +18,13 @@ use inferwall::engine::request::SamplingParams;
 use inferwall::engine::sampling::{Sampler, log_probability};
 use rand::{Rng, SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
+use skip::skip;
 
 fn gpu(test: &str) -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}; {}", error.hint());
+            skip(test, format_args!("{error}; {}", error.hint()));
             None
         }
     }

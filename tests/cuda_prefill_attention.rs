@@ -1,18 +1,21 @@
 //! Prompt attention on the GPU against a plain CPU loop, at odd lengths, groups and block sizes, both kernels.
 //! Skipped loudly where there is no usable GPU.
 
+mod skip;
+
 use half::f16;
 use inferwall::engine::device::cuda::driver::Gpu;
 use inferwall::engine::device::cuda::launch::Stream;
 use inferwall::engine::device::cuda::prefill_attention::{Chunk, Gate, PagedKv, PrefillAttention, Rows};
 use rand::{Rng, SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
+use skip::skip;
 
 fn gpu(test: &str) -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}");
+            skip(test, &error);
             None
         }
     }

@@ -1,6 +1,8 @@
 //! Products on the GPU against plain loops in f64: every kind of output, every kernel, odd numbers of rows and columns.
 //! Skipped loudly where there is no usable GPU.
 
+mod skip;
+
 use half::f16;
 use inferwall::engine::device::cuda::driver::Gpu;
 use inferwall::engine::device::cuda::int4;
@@ -12,12 +14,13 @@ use inferwall::engine::model::layout::WeightFormat;
 use inferwall::engine::model::weights::MatrixData;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use skip::skip;
 
 fn gpu(test: &str) -> Option<Gpu> {
     match Gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(error) => {
-            eprintln!("SKIPPED {test}: {error}");
+            skip(test, &error);
             None
         }
     }
