@@ -3,7 +3,9 @@
 //! Decode: one token for each of 1 to 16 sequences. `of read` is the bytes of weights, states and KV over the time and the
 //! measured read bandwidth; `of floor` is the step's floor (sum over dependent phases of max(bytes/bandwidth,
 //! FLOPs/rate)) over the time. Prefill: one prompt, `of peak` is its FLOPs over the time and the multiply-add rate. Times are the
-//! best and the median of the repeats; shares are of the median. Weights are synthetic: speed does not depend on their values.
+//! best and the median of the repeats; shares are of the median. On a shared machine the memory's rate changes within
+//! minutes, so ceilings are measured between all rows and a row's shares are of the mean of those before and after it.
+//! Phases are those of the fastest of several traced steps. Weights are synthetic: speed does not depend on their values.
 
 use std::time::Instant;
 
@@ -124,11 +126,12 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
             return;
         }
     };
-    // Measured anew for every case: on a shared machine they change.
-    let mut fresh = CpuDevice::new(Some(threads)).expect("a CPU");
-    fresh.set_math(math);
-    let ceilings = fresh.ceilings().expect("ceilings");
-    drop(fresh);
+    // A device of its own each time: one keeps what it measured first.
+    let measure = || {
+        let mut fresh = CpuDevice::new(Some(threads)).expect("a CPU");
+        fresh.set_math(math);
+        fresh.ceilings().expect("ceilings")
+    };
     let plan = CachePlan {
         layout: KvLayout::Split,
         block_tokens: BLOCK_TOKENS,
@@ -143,18 +146,21 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
     };
     let cost = CostModel::new(layout, &plan);
     let mut session = model.open(&plan, &EngineConfig::default(), &Clock::real()).expect("a session");
+    println!("\n## {name}\n\n{:.1} MB streamed a step\n", layout.streamed_bytes() as f64 / 1e6);
     println!(
-        "\n## {name}\n\n{:.1} MB streamed a step; read {:.1} GB/s, multiply-add {:.0} GFLOP/s\n",
-        layout.streamed_bytes() as f64 / 1e6,
-        ceilings.read_bytes_per_s / 1e9,
-        ceilings.flops_per_s / 1e9
+        "| step | best ms | median ms | tok/s | GB/s | read GB/s | of read | GFLOP/s | peak GFLOP/s | of peak | of floor |"
     );
-    println!("| step | best ms | median ms | tok/s | GB/s | of read | GFLOP/s | of peak | of floor |");
-    println!("|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    let mut before = measure();
+    let mut row = |name: &str, times: &[f64], tokens: usize, shapes: &[SequenceShape]| {
+        let after = measure();
+        print_row(name, times, tokens, &cost, shapes, &between(&before, &after));
+        before = after;
+    };
     for tokens in [256, 512] {
         let times = repeat(8, || prefill(session.as_mut(), tokens, false).0);
         let shape = SequenceShape { new_tokens: tokens, context_tokens: 0, sampled_rows: 1, decode: false };
-        print_row(&format!("prefill {tokens}"), &times, tokens, &cost, &[shape], &ceilings);
+        row(&format!("prefill {tokens}"), &times, tokens, &[shape]);
     }
     for batch in [1, 2, 4, 8, 16] {
         for slot in 0..batch {
@@ -168,7 +174,7 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
         });
         let shape =
             SequenceShape { new_tokens: 1, context_tokens: CONTEXT + 20, sampled_rows: 1, decode: true };
-        print_row(&format!("decode {batch}"), &times, batch, &cost, &vec![shape; batch], &ceilings);
+        row(&format!("decode {batch}"), &times, batch, &vec![shape; batch]);
     }
     println!("\n| phase | of decode 1 | GB/s | of decode 16 | GB/s | GFLOP/s | of prefill 512 | GFLOP/s |");
     println!("|---|---|---|---|---|---|---|---|");
@@ -176,25 +182,23 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
     for slot in 0..16 {
         prefill_slot(session.as_mut(), slot, CONTEXT);
     }
-    let full = phases(decode(session.as_mut(), 16, CONTEXT, true).1);
-    let mut one = phases(decode(session.as_mut(), 1, CONTEXT + 1, true).1);
-    for step in 2..12 {
-        let again = phases(decode(session.as_mut(), 1, CONTEXT + step, true).1);
-        if again.iter().map(|p| p.seconds).sum::<f64>() < one.iter().map(|p| p.seconds).sum::<f64>() {
-            one = again;
-        }
-    }
-    let total = |phases: &[Phase]| phases.iter().map(|phase| phase.seconds).sum::<f64>();
+    let mut fastest = |batch: usize| {
+        (0..12)
+            .map(|step| phases(decode(session.as_mut(), batch, CONTEXT + step, true).1))
+            .min_by(|a, b| seconds(a).total_cmp(&seconds(b)))
+            .unwrap_or_default()
+    };
+    let (full, one) = (fastest(16), fastest(1));
     for ((a, b), c) in one.iter().zip(&full).zip(&prompt) {
         println!(
             "| {} | {:.1} % | {:.1} | {:.1} % | {:.1} | {:.0} | {:.1} % | {:.0} |",
             a.name,
-            100.0 * a.seconds / total(&one),
+            100.0 * a.seconds / seconds(&one),
             a.bytes / a.seconds / 1e9,
-            100.0 * b.seconds / total(&full),
+            100.0 * b.seconds / seconds(&full),
             b.bytes / b.seconds / 1e9,
             b.flops / b.seconds / 1e9,
-            100.0 * c.seconds / total(&prompt),
+            100.0 * c.seconds / seconds(&prompt),
             c.flops / c.seconds / 1e9,
         );
     }
@@ -205,6 +209,20 @@ struct Phase {
     seconds: f64,
     bytes: f64,
     flops: f64,
+}
+
+fn seconds(phases: &[Phase]) -> f64 {
+    phases.iter().map(|phase| phase.seconds).sum()
+}
+
+/// What held on average between two measurements of bandwidth; a multiply-add rate only falls by a disturbance.
+fn between(before: &Ceilings, after: &Ceilings) -> Ceilings {
+    Ceilings {
+        read_bytes_per_s: (before.read_bytes_per_s + after.read_bytes_per_s) / 2.0,
+        copy_bytes_per_s: (before.copy_bytes_per_s + after.copy_bytes_per_s) / 2.0,
+        flops_per_s: before.flops_per_s.max(after.flops_per_s),
+        ..*after
+    }
 }
 
 /// Records of one step, summed by name in order of appearance.
@@ -242,13 +260,15 @@ fn print_row(
     let cost = cost.cost(shapes, ceilings);
     let bytes = (cost.bytes.weights + cost.bytes.state + cost.bytes.kv) as f64;
     println!(
-        "| {name} | {:.3} | {:.3} | {:.0} | {:.1} | {:.0} % | {:.0} | {:.0} % | {:.0} % |",
+        "| {name} | {:.3} | {:.3} | {:.0} | {:.1} | {:.1} | {:.0} % | {:.0} | {:.0} | {:.0} % | {:.0} % |",
         1e3 * times[0],
         1e3 * median,
         tokens as f64 / median,
         bytes / median / 1e9,
+        ceilings.read_bytes_per_s / 1e9,
         100.0 * bytes / median / ceilings.read_bytes_per_s,
         cost.flops as f64 / median / 1e9,
+        ceilings.flops_per_s / 1e9,
         100.0 * cost.flops as f64 / median / ceilings.flops_per_s,
         100.0 * cost.floor_s / median
     );

@@ -81,12 +81,14 @@ impl Layer<'_> {
     }
 }
 
-/// Bias, norm and rotation of one row's q and k heads; K and V go to the cache, q is scaled and stays.
+/// Bias, norm and rotation of one row's q and k heads that belong to some KV heads; K and V go to the cache, q is scaled
+/// and stays.
 pub struct Prepare<'a> {
     pub layer: &'a Layer<'a>,
     pub sequence: &'a Sequence,
     /// Which of the sequence's new tokens.
     pub token: usize,
+    pub kv_heads: std::ops::Range<usize>,
 }
 
 impl Work for Prepare<'_> {
@@ -94,35 +96,41 @@ impl Work for Prepare<'_> {
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        let Self { layer, sequence, token } = self;
+        let Self { layer, sequence, token, kv_heads } = self;
         let spec = layer.spec;
         let dim = spec.head_dim;
         let (kv_size, q_size) = (spec.kv_heads * dim, spec.heads * layer.q_stride());
-        // SAFETY: one thread prepares a row.
-        let row = unsafe { layer.qkv.part((sequence.first_row + token) * layer.width, layer.width) };
-        if !layer.weights.bias.is_empty() {
-            for (value, bias) in row.iter_mut().zip(&layer.weights.bias) {
-                *value += bias;
-            }
-        }
+        let row = (sequence.first_row + token) * layer.width;
         let position = sequence.context + token;
         let scale = 1.0 / (dim as f32).sqrt();
         let mut head_values = [0f32; MAX_HEAD_DIM];
         let head_values = &mut head_values[..dim];
-        for head in 0..spec.heads {
-            let q = &mut row[head * layer.q_stride()..][..dim];
-            normalise::<A>(q, &layer.weights.q_norm, layer.eps, head_values);
-            layer.rope.rotate(position, q);
-            q.iter_mut().for_each(|value| *value *= scale);
-        }
         let (block, within) = sequence.locate(position, layer.kv.block_tokens);
-        for head in 0..spec.kv_heads {
-            let (keys, values) = row[q_size..].split_at_mut(kv_size);
-            let key = &mut keys[head * dim..][..dim];
+        let group_size = spec.heads / spec.kv_heads * layer.q_stride();
+        let biased = |at: usize, len: usize| {
+            // SAFETY: one thread prepares a row's heads of a KV head.
+            let values = unsafe { layer.qkv.part(row + at, len) };
+            if !layer.weights.bias.is_empty() {
+                for (value, bias) in values.iter_mut().zip(&layer.weights.bias[at..at + len]) {
+                    *value += bias;
+                }
+            }
+            values
+        };
+        for kv_head in kv_heads {
+            let queries = biased(kv_head * group_size, group_size);
+            for head in queries.chunks_exact_mut(layer.q_stride()) {
+                let q = &mut head[..dim];
+                normalise::<A>(q, &layer.weights.q_norm, layer.eps, head_values);
+                layer.rope.rotate(position, q);
+                q.iter_mut().for_each(|value| *value *= scale);
+            }
+            let key = biased(q_size + kv_head * dim, dim);
+            let value = biased(q_size + kv_size + kv_head * dim, dim);
             normalise::<A>(key, &layer.weights.k_norm, layer.eps, head_values);
             layer.rope.rotate(position, key);
-            // SAFETY: a token's cache rows belong to its row of the step.
-            unsafe { layer.kv.write(layer.index, block, head, within, key, &values[head * dim..][..dim]) };
+            // SAFETY: a token's cache rows belong to its row of the step, and a head's to its thread.
+            unsafe { layer.kv.write(layer.index, block, kv_head, within, key, value) };
         }
     }
 }
@@ -165,6 +173,11 @@ pub struct Attend<'a> {
     pub sequence: &'a Sequence,
     pub kv_head: usize,
     pub tokens: std::ops::Range<usize>,
+    /// These are all of the sequence's tokens and their heads are still to be prepared: K and V that a thread writes here
+    /// it reads right after.
+    pub prepare: bool,
+    /// The sequence and KV head that this thread takes next, whose first keys are prefetched.
+    pub next: Option<(&'a Sequence, usize)>,
     pub workspace: &'a mut Workspace,
 }
 
@@ -175,6 +188,12 @@ impl Work for Attend<'_> {
     fn run<A: Arch>(self) {
         let group = self.layer.spec.heads / self.layer.spec.kv_heads;
         let rows = self.tokens.len() * group;
+        if self.prepare {
+            for token in self.tokens.clone() {
+                let kv_heads = self.kv_head..self.kv_head + 1;
+                Prepare { layer: self.layer, sequence: self.sequence, token, kv_heads }.run::<A>();
+            }
+        }
         let mut first = 0;
         while first < rows {
             let count = (rows - first).min(max_tile(self.layer.isa));
@@ -184,6 +203,7 @@ impl Work for Attend<'_> {
                 self.kv_head,
                 self.tokens.start * group + first,
                 count,
+                self.next,
                 self.workspace,
             );
             first += count;
@@ -199,6 +219,7 @@ fn attend_rows<A: Arch>(
     kv_head: usize,
     first: usize,
     count: usize,
+    next_item: Option<(&Sequence, usize)>,
     workspace: &mut Workspace,
 ) {
     let (spec, kv) = (layer.spec, layer.kv);
@@ -240,11 +261,18 @@ fn attend_rows<A: Arch>(
         let second = if slot + LANES < slots { slot + LANES } else { slot };
         // SAFETY: a row of scores has room for the second tile of the last pair.
         let out = unsafe { workspace.scores.as_mut_ptr().add(slot) };
-        // Blocks lie anywhere, so the next one must be named to be prefetched.
-        let ahead = if slot + 2 * LANES < slots { key_tile(slot + 2 * LANES) } else { values_of(0) };
+        // Blocks lie anywhere, so the next ones must be named to be prefetched: keys, and behind the last ones the first
+        // values.
+        let ahead = |slot: usize| {
+            if slot < slots {
+                key_tile(slot)
+            } else {
+                values_of((slot - slots) / LANES * block_slots % slots)
+            }
+        };
         let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
             .into(out, score_stride, false)
-            .prefetching(ahead);
+            .prefetching(ahead(slot + 2 * LANES), ahead(slot + 3 * LANES));
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -265,7 +293,16 @@ fn attend_rows<A: Arch>(
     let mut slot = 0;
     while slot < slots {
         let base = values_of(slot);
-        let next = if slot + block_slots < slots { values_of(slot + block_slots) } else { base };
+        // Two blocks ahead; behind the last ones the keys that this thread reads next.
+        let ahead = slot + 2 * block_slots;
+        let next = match next_item {
+            _ if ahead < slots => values_of(ahead),
+            Some((sequence, head)) => {
+                let tile = ((ahead - slots) / block_slots).min(sequence.blocks.len() - 1);
+                kv.key_tile(layer.index, sequence.blocks[tile] as usize, head, 0)
+            }
+            None => base,
+        };
         for d in (0..kv.value_stride).step_by(2 * LANES) {
             let cols = block_slots.min(slots - slot);
             // SAFETY: value rows are padded to whole panels and a block's rows follow each other; the softmax wrote
@@ -279,7 +316,7 @@ fn attend_rows<A: Arch>(
                     workspace.weights.as_ptr().add(slot * count),
                 )
                 .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
-                .prefetching(next.wrapping_add(d * value_bytes))
+                .prefetching(next.wrapping_add(d * value_bytes), next.wrapping_add((d + LANES) * value_bytes))
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };

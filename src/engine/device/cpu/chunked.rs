@@ -78,7 +78,7 @@ impl Chunk<'_> {
     fn tile(&self, w0: *const f32, w1: *const f32, stride: usize, columns: usize, tokens: usize) -> Tile {
         debug_assert!(tokens <= MAX_TILE);
         let packed = self.workspace.packed.as_ptr();
-        Tile::dense(w0.cast(), w1.cast(), 4 * stride, columns, packed).prefetching(w0.cast())
+        Tile::dense(w0.cast(), w1.cast(), 4 * stride, columns, packed).prefetching(w0.cast(), w1.cast())
     }
 
     /// `with_state[i]` = x_i S for the vectors at `at` of every token.

@@ -229,16 +229,20 @@ impl Forward<'_> {
         };
         let batch = self.batch;
         let started = self.trace.start();
-        let owners = owners(batch);
-        self.pool.split(batch.rows, grain(batch.rows, 4), &|rows, _| {
-            for row in rows {
-                let sequence = &batch.sequences[owners[row]];
-                let token = row - sequence.first_row;
-                shared.isa.run(Prepare { layer: &shared, sequence, token });
-            }
-        });
         let group = attention.heads / attention.kv_heads;
         let step = (max_tile(self.isa()) / group).max(1);
+        // Sequences whose tokens are one item of work are prepared by that item.
+        let long: Vec<(usize, usize)> = (batch.sequences.iter().enumerate())
+            .filter(|(_, sequence)| sequence.tokens() > step)
+            .flat_map(|(which, sequence)| (0..sequence.tokens()).map(move |token| (which, token)))
+            .collect();
+        self.pool.split(long.len(), grain(long.len(), 4), &|rows, _| {
+            for &(which, token) in &long[rows] {
+                let sequence = &batch.sequences[which];
+                let kv_heads = 0..attention.kv_heads;
+                shared.isa.run(Prepare { layer: &shared, sequence, token, kv_heads });
+            }
+        });
         let mut items = Vec::new();
         for (which, sequence) in batch.sequences.iter().enumerate() {
             for kv_head in 0..attention.kv_heads {
@@ -250,15 +254,21 @@ impl Forward<'_> {
         // The longest contexts first, so that none is left to the end of the phase.
         items.sort_by_key(|item| std::cmp::Reverse(batch.sequences[item.0].context + item.2.end));
         let space = Shared(self.buffers.threads.as_mut_ptr());
-        self.pool.split(items.len(), 1, &|range, thread| {
+        // Runs of a few items stream on from one to the next; enough runs that threads end together.
+        let grain = (items.len() / (8 * self.pool.threads())).clamp(1, attention.kv_heads);
+        self.pool.split(items.len(), grain, &|range, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
-            for (which, kv_head, tokens) in &items[range] {
+            let run = &items[range];
+            for (index, (which, kv_head, tokens)) in run.iter().enumerate() {
+                let sequence = &batch.sequences[*which];
                 shared.isa.run(Attend {
                     layer: &shared,
-                    sequence: &batch.sequences[*which],
+                    sequence,
                     kv_head: *kv_head,
                     tokens: tokens.clone(),
+                    prepare: sequence.tokens() <= step,
+                    next: run.get(index + 1).map(|next| (&batch.sequences[next.0], next.1)),
                     workspace: &mut space.attention,
                 });
             }
@@ -338,15 +348,6 @@ impl Forward<'_> {
 /// Items a thread takes at a time so that there are about `parts` runs.
 fn grain(items: usize, parts: usize) -> usize {
     items.div_ceil(parts.max(1)).max(1)
-}
-
-/// The sequence each row belongs to.
-fn owners(batch: &Batch) -> Vec<usize> {
-    let mut owners = Vec::with_capacity(batch.rows);
-    for (which, sequence) in batch.sequences.iter().enumerate() {
-        owners.extend(std::iter::repeat_n(which, sequence.tokens()));
-    }
-    owners
 }
 
 /// Computes one tile and stores it at its rows, `column` on.

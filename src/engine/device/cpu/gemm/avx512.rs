@@ -187,9 +187,14 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
                 x = x.add(2 * T);
             }
         } else {
+            let mut ahead_high = tile.ahead_high;
             for _ in 0..tile.cols {
                 _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                 ahead = ahead.wrapping_add(tile.stride);
+                if E != 1 {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead_high.cast());
+                    ahead_high = ahead_high.wrapping_add(tile.stride);
+                }
                 add_column::<T>(&mut sums, load::<E>(w0), load::<E>(w1), x);
                 w0 = w0.add(tile.stride);
                 w1 = w1.add(tile.stride);

@@ -64,6 +64,8 @@ pub struct Tile {
     pub group: usize,
     /// What to prefetch, a stride further with every column: weights that a later column or tile needs.
     pub ahead: *const u8,
+    /// A second such stream, where the two halves of a column lie on two lines (f32, and caches).
+    pub ahead_high: *const u8,
 }
 
 /// How far ahead of the column at hand weights are prefetched, bytes.
@@ -85,11 +87,12 @@ impl Tile {
             zeros: std::ptr::null(),
             group: 0,
             ahead: w0.wrapping_add(PREFETCH_BYTES),
+            ahead_high: w1.wrapping_add(PREFETCH_BYTES),
         }
     }
 
-    pub fn prefetching(self, ahead: *const u8) -> Self {
-        Self { ahead, ..self }
+    pub fn prefetching(self, ahead: *const u8, ahead_high: *const u8) -> Self {
+        Self { ahead, ahead_high, ..self }
     }
 
     pub fn into(self, out: *mut f32, out_stride: usize, accumulate: bool) -> Self {
@@ -366,6 +369,7 @@ impl<'a> Product<'a> {
                 zeros,
                 group,
                 ahead,
+                ahead_high: ahead.wrapping_add(half),
             });
         }
     }
