@@ -30,7 +30,7 @@ pub struct GenerateFlags {
     max_tokens: usize,
 
     /// 0 is greedy
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f32,
 
     /// Sample from the K most likely tokens; 0: from all
@@ -38,7 +38,7 @@ pub struct GenerateFlags {
     top_k: usize,
 
     /// Sample from the smallest set with this probability
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
 
     /// Go on after a stop token

@@ -61,7 +61,7 @@ impl ModelFlags {
             if knob.section != knobs::Section::Engine {
                 return Err(Error::invalid(
                     format!("--set {text}: `{}` is no knob of the engine", knob.name),
-                    "here only knobs of the engine can be set",
+                    "--set takes knobs of the engine here; sampling has flags of its own, such as --top-k",
                 ));
             }
             knob.set(&mut config, &mut Table::new(), &setting);

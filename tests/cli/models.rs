@@ -35,6 +35,17 @@ fn wrong_tokens() {
 }
 
 #[test]
+fn sampling_out_of_bounds() {
+    let env = TestEnv::new();
+    let generate = |rest: &str| {
+        env.run(&format!("generate --model {} --device cpu --tokens 1 {rest}", fixture("hybrid-tiny")))
+    };
+    generate("--temperature -1").fails(2, "temperature = -1 is out of bounds", "0 (greedy)");
+    generate("--temperature 1 --top-p -0.5").fails(2, "top_p = -0.5 is out of bounds", "above 0");
+    generate("--set top_k=5").fails(2, "`top_k` is no knob of the engine", "flags of its own");
+}
+
+#[test]
 fn generated_tokens_only() {
     let env = TestEnv::new();
     let model = fixture("hybrid-tiny");
