@@ -55,6 +55,10 @@ impl DiffFlags {
     }
 }
 
+fn p_value(p: f64) -> String {
+    if p < 0.001 { "<0.001".to_string() } else { format!("{p:.3}") }
+}
+
 fn draw(format: Format, rows: &[DiffRow]) -> Result<String> {
     let percent =
         |value: Option<f64>| value.map_or(DASH.to_string(), |value| format!("{:+.1} %", value * 100.0));
@@ -72,7 +76,7 @@ fn draw(format: Format, rows: &[DiffRow]) -> Result<String> {
                 number(row.after),
                 percent(row.change),
                 interval,
-                row.p.map_or(DASH.to_string(), |p| format!("{p:.3}")),
+                row.p.map_or(DASH.to_string(), p_value),
                 row.more.effect_size.map_or(DASH.to_string(), number),
                 row.verdict.to_string(),
             ]

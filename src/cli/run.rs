@@ -16,6 +16,10 @@ pub struct RunFlags {
     #[arg(long, value_name = "A,B,C")]
     values: Option<String>,
 
+    /// Limits in ms, for example ttft_p99=500,itl_p99=100: fills the column goodput
+    #[arg(long, value_name = "LIMITS")]
+    slo: Option<String>,
+
     #[command(flatten)]
     experiments: ExperimentsFlag,
 
@@ -45,6 +49,7 @@ impl RunFlags {
 
     fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
         options.values = self.values.clone().or(options.values.take());
+        options.slo = self.slo.clone().or(options.slo.take());
         options.experiments_file = self.experiments.experiments.clone().or(options.experiments_file.take());
         self.plan.lay_over(options)
     }

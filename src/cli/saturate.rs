@@ -15,7 +15,7 @@ use crate::experiment::prepare::{Prepared, prepare, prepare_more};
 use crate::experiment::record::{self, Status};
 use crate::experiment::runner::{Loaded, Progress, Runner};
 use crate::experiment::{device, interrupt, spec};
-use crate::measure::saturate::{Judged, Judgement, Saturation, SearchOptions, search};
+use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation, SearchOptions, search};
 use crate::report::numbers::{DASH, number, optional};
 use crate::report::table;
 use crate::workload::slo::Slo;
@@ -147,7 +147,8 @@ fn render(format: Format, found: &Saturation) -> Result<String> {
     if format == Format::Json {
         let one = |judged: &Option<Judged>| {
             judged.as_ref().map(|judged| {
-                json!({"rate": judged.rate, "certain": judged.certain, "goodput": judged.goodput(),
+                json!({"rate": judged.rate, "certain": judged.certain, "confidence": CONFIDENCE,
+                       "basis": judged.basis(), "goodput": judged.goodput(),
                        "repeats": judged.repeats.len()})
             })
         };
@@ -158,13 +159,15 @@ fn render(format: Format, found: &Saturation) -> Result<String> {
         .tried
         .iter()
         .map(|judged| {
+            // Means, as the judgement itself goes by them.
             let mean = |value: fn(&crate::measure::summary::Summary) -> Option<f64>| {
-                crate::report::numbers::median(judged.repeats.iter().filter_map(value))
+                let values: Vec<f64> = judged.repeats.iter().filter_map(value).collect();
+                (!values.is_empty()).then(|| crate::measure::statistics::mean(&values))
             };
             vec![
                 number(judged.rate.per_s()),
                 if judged.judgement == Judgement::Keeps { "keeps" } else { "breaks" }.to_string(),
-                if judged.certain { "95 %" } else { "by the means" }.to_string(),
+                judged.basis().to_string(),
                 judged.repeats.len().to_string(),
                 optional(mean(|summary| summary.ttft_p99_ms)),
                 optional(mean(|summary| summary.itl_p99_ms)),
@@ -186,6 +189,11 @@ fn render(format: Format, found: &Saturation) -> Result<String> {
             ),
             (None, _) => format!("\nno rate that was tried keeps the limits ({DASH})\n"),
         };
+        text += &format!(
+            "confidence: `{} %`, one-sided, of the mean over repeats; `twofold`: one repeat, clear of a limit by a factor \
+             of two; `by the means`: still open after the last repeat\n",
+            CONFIDENCE * 100.0
+        );
     }
     Ok(text)
 }

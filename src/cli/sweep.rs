@@ -20,6 +20,10 @@ pub struct SweepFlags {
     #[arg(long)]
     zip: bool,
 
+    /// Limits in ms, for example ttft_p99=500,itl_p99=100: fills the column goodput
+    #[arg(long, value_name = "LIMITS")]
+    slo: Option<String>,
+
     #[command(flatten)]
     plan: PlanFlags,
 
@@ -47,6 +51,7 @@ impl SweepFlags {
             ));
         }
         options.zip |= self.zip;
+        options.slo = self.slo.or(options.slo.take());
         self.plan.lay_over(&mut options)?;
         execute::execute(&Request { options, output: self.output })
     }

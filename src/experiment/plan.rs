@@ -14,6 +14,7 @@ use toml::{Table, Value};
 use super::knobs::{self, Knob, Section, Setting};
 use super::spec::{ArmSpec, ClaimSpec, ExperimentSpec, Rig};
 use crate::engine::config::EngineConfig;
+use crate::workload::slo::Slo;
 use crate::workload::spec::LoadSpec;
 use crate::{Error, Result};
 
@@ -27,6 +28,8 @@ pub struct PlanOptions {
     pub device: String,
     pub values: Option<String>,
     pub prompts: Option<usize>,
+    /// Limits on latency in place of those declared: they set what counts as goodput.
+    pub slo: Option<String>,
     pub model: Option<String>,
     pub set: Vec<String>,
     pub repeats: Option<usize>,
@@ -333,6 +336,11 @@ fn resolve(
     if let Some(prompts) = arm.prompts {
         load.insert("prompts".to_string(), Value::Integer(prompts as i64));
     }
+    if let Some(limits) = &options.slo {
+        let limits: Slo = limits.parse()?;
+        let limits = limits.limits().map(|limit| (limit.name.to_string(), limit.limit_ms.into()));
+        load.insert("slo".to_string(), Value::Table(limits.collect()));
+    }
     for (knob, setting) in axis {
         knob.set(&mut engine, &mut load, setting);
     }
@@ -454,6 +462,15 @@ engine = { kv_layout = "unified" }
 
     fn names(plan: &Plan) -> Vec<&str> {
         plan.arms.iter().map(|arm| arm.name.as_str()).collect()
+    }
+
+    #[test]
+    fn limits_given_for_a_run_reach_every_arm() {
+        let slo = Some("ttft_p99=500".to_string());
+        let limited = plan(PlanOptions { slo, ..Default::default() }, DeviceKind::Sim).unwrap();
+        assert!(limited.arms.iter().all(|arm| arm.load.slo.limits().count() == 1));
+        let slo = Some("ttft_p75=500".to_string());
+        assert!(plan(PlanOptions { slo, ..Default::default() }, DeviceKind::Sim).is_err());
     }
 
     #[test]

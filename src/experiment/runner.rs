@@ -22,6 +22,7 @@ use crate::measure::checks::check_rows;
 use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
+use crate::measure::rows::CheckRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
@@ -286,6 +287,7 @@ impl Runner<'_> {
         let mut stationarity = Stationarity::default();
         // A simulated device has nothing to warm.
         let rounds = if self.device.info().simulated() { 0 } else { arm.load.warmup.max_rounds };
+        let mut warmed = 0;
         for round in 0..rounds {
             let Some(warmup) = prepare::warmup(self.plan, arm, model, cell.repeat, round)? else { break };
             self.progress.begin(position, of, &format!("{what}: warm-up"), warmup.requests.len() as u64);
@@ -297,6 +299,7 @@ impl Runner<'_> {
                 let cold_ms = record.steps.first().map(|step| step.wall_s * 1e3);
                 model.cold_step_ms = model.cold_step_ms.or(cold_ms);
             }
+            warmed += 1;
             record.steps.iter().for_each(|step| stationarity.observe(&step.report));
             if stationarity.is_stationary() {
                 break;
@@ -309,10 +312,17 @@ impl Runner<'_> {
         let progress = &mut *self.progress;
         let record =
             drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
-        self.write(cell, &record, offered_rate)
+        let warm = stationarity.check_row(&arm.name, cell.repeat as u32, warmed, arm.load.warmup.max_rounds);
+        self.write(cell, &record, offered_rate, warm)
     }
 
-    fn write(&mut self, cell: Cell, record: &ArmRecord, offered_rate: Option<Rate>) -> Result<Summary> {
+    fn write(
+        &mut self,
+        cell: Cell,
+        record: &ArmRecord,
+        offered_rate: Option<Rate>,
+        warm: Option<CheckRow>,
+    ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
         let label = self.label(arm, cell);
@@ -320,7 +330,8 @@ impl Runner<'_> {
             Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo, traffic_ratio: None };
         let summary = summarize(record, &label, &conditions);
         let limited = arm.load.concurrency.is_some();
-        let checks = check_rows(record, &arm.name, repeat, limited);
+        let mut checks = check_rows(record, &arm.name, repeat, limited);
+        checks.extend(warm);
         for check in checks.iter().filter(|check| check.status == "warning") {
             self.record
                 .warnings

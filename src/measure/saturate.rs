@@ -2,7 +2,8 @@
 //!
 //! A driver without a device: a closure runs one repeat at a rate. A rate is judged from repeats. It *keeps* the limits
 //! when for each of them the upper end of the one-sided 95 % interval of the mean over repeats (Student's t) is within
-//! it, and *breaks* them when for one of them the lower end is beyond it. A first repeat that is clear of every limit by a
+//! it, and *breaks* them when for one of them the lower end is beyond it. The repeats are looked at after each but the
+//! first, so the 5 % are shared out among the looks (Bonferroni) and the confidence is that of the decision. A first repeat that is clear of every limit by a
 //! factor of two, or beyond one by it, decides alone. What is still open after the last repeat goes by the means and is
 //! marked so. A failed request breaks any limit.
 
@@ -59,6 +60,16 @@ pub struct Judged {
 }
 
 impl Judged {
+    /// What the judgement rests on, in a word or two.
+    pub fn basis(&self) -> &'static str {
+        match (self.certain, self.repeats.len()) {
+            (true, _) if self.repeats.iter().any(|summary| summary.failed > 0) => "a request failed",
+            (true, 1) => "twofold",
+            (true, _) => "95 %",
+            (false, _) => "by the means",
+        }
+    }
+
     /// Mean over the repeats of completed requests a second that kept the limits.
     pub fn goodput(&self) -> Option<f64> {
         let values: Option<Vec<f64>> = self.repeats.iter().map(|summary| summary.goodput).collect();
@@ -121,7 +132,9 @@ fn judge(
         let summary = run(rate, repeats.len() as u32)?;
         check_support(&summary, &options.slo)?;
         repeats.push(summary);
-        let verdict = verdict(&repeats, &options.slo);
+        // Looks that an interval may decide at: after each repeat but the first.
+        let looks = options.most_repeats.saturating_sub(1).max(1);
+        let verdict = verdict(&repeats, &options.slo, looks);
         let last = repeats.len() as u32 >= options.most_repeats.max(1);
         if verdict.1 || last {
             return Ok(Judged { rate, judgement: verdict.0, certain: verdict.1, repeats });
@@ -143,8 +156,8 @@ fn check_support(summary: &Summary, slo: &Slo) -> Result<()> {
     }
 }
 
-/// The judgement by the means so far, and whether it is certain.
-fn verdict(repeats: &[Summary], slo: &Slo) -> (Judgement, bool) {
+/// The judgement by the means so far, and whether it is certain, where it is asked for `looks` times.
+fn verdict(repeats: &[Summary], slo: &Slo, looks: u32) -> (Judgement, bool) {
     if repeats.iter().any(|summary| summary.failed > 0) {
         return (Judgement::Breaks, true);
     }
@@ -159,9 +172,10 @@ fn verdict(repeats: &[Summary], slo: &Slo) -> (Judgement, bool) {
         let middle = mean(&used);
         let half = match used.len() {
             1 => f64::INFINITY,
-            // A two-sided 90 % quantile is the one-sided 95 % one.
+            // A one-sided level of 1 - a is the two-sided one of 1 - 2 a.
             n => {
-                let quantile = t_quantile(2.0 * CONFIDENCE - 1.0, n as f64 - 1.0);
+                let level = 1.0 - 2.0 * (1.0 - CONFIDENCE) / f64::from(looks);
+                let quantile = t_quantile(level, n as f64 - 1.0);
                 quantile * (variance(&used) / n as f64).sqrt()
             }
         };
@@ -247,6 +261,8 @@ mod tests {
         assert_eq!((repeats(1.0), repeats(2.0)), (1, 1));
         assert!(repeats(8.0) > 1);
         assert!(found.tried.iter().any(|judged| judged.repeats.len() > 1));
+        let basis: Vec<&str> = found.tried.iter().map(Judged::basis).collect();
+        assert!(basis[0] == "twofold" && basis.contains(&"95 %"), "{basis:?}");
         let keeps = found.keeps.unwrap().rate.per_s();
         assert!((6.9..=7.6).contains(&keeps), "{keeps}");
     }

@@ -7,6 +7,7 @@
 //! that made up a tenth of the step time is stationary.
 
 use super::quantile::quantile;
+use super::rows::CheckRow;
 use crate::engine::step_report::{StepKind, StepReport};
 
 const WINDOW: usize = 8;
@@ -43,6 +44,24 @@ impl Stationarity {
 
     pub fn steps(&self) -> usize {
         self.kinds.iter().map(|kind| kind.ratios.len()).sum()
+    }
+
+    /// For checks.csv: rounds of warm-up and whether they sufficed. A load that declares a single round has one of that
+    /// length whatever comes of it; where more were allowed, running out of them is a warning. `None` without warm-up.
+    pub fn check_row(&self, arm: &str, repeat: u32, rounds: usize, most: usize) -> Option<CheckRow> {
+        let (status, outcome) = match (self.is_stationary(), most) {
+            (true, _) => ("ok", "step times were stationary"),
+            (false, ..=1) => ("info", "one round as declared, step times not yet stationary"),
+            (false, _) => ("warning", "step times were not stationary after the last round"),
+        };
+        (rounds > 0).then(|| CheckRow {
+            arm: arm.to_string(),
+            repeat,
+            check: "warmup_rounds".to_string(),
+            value: Some(rounds as f64),
+            status: status.to_string(),
+            note: format!("{outcome}; rule: {RULE}"),
+        })
     }
 
     pub fn is_stationary(&self) -> bool {
@@ -91,6 +110,19 @@ mod tests {
             observe(&mut rule, StepKind::Decode, 1.4 * floor_s, floor_s);
         }
         assert!(rule.is_stationary());
+    }
+
+    #[test]
+    fn a_warm_up_that_did_not_suffice_is_said() {
+        let mut rule = Stationarity::default();
+        (0..32).for_each(|index| observe(&mut rule, StepKind::Decode, 0.1 * 0.95f64.powi(index), 0.01));
+        let status = |rule: &Stationarity, most| rule.check_row("a", 0, 1, most).unwrap().status;
+        assert_eq!((status(&rule, 3).as_str(), status(&rule, 1).as_str()), ("warning", "info"));
+        (0..16).for_each(|_| observe(&mut rule, StepKind::Decode, 0.02, 0.01));
+        let row = rule.check_row("a", 0, 2, 3).unwrap();
+        assert_eq!((row.status.as_str(), row.value), ("ok", Some(2.0)));
+        assert!(row.note.contains("within 10 %"));
+        assert_eq!(rule.check_row("a", 0, 0, 3), None);
     }
 
     #[test]

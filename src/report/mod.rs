@@ -12,4 +12,5 @@ pub mod numbers;
 pub mod overview;
 pub mod plots;
 pub mod results;
+pub mod service;
 pub mod table;

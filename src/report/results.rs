@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::experiment::record::RunRecord;
-use crate::measure::rows::{PopulationRow, StepRow};
+use crate::measure::rows::{CheckRow, PopulationRow, StepRow};
 use crate::measure::summary::Summary;
 use crate::{Result, report};
 
@@ -15,6 +15,7 @@ pub struct RunResults {
     pub summaries: Vec<Summary>,
     pub steps: Vec<StepRow>,
     pub populations: Vec<PopulationRow>,
+    pub checks: Vec<CheckRow>,
 }
 
 impl RunResults {
@@ -28,7 +29,8 @@ impl RunResults {
         summaries.sort_by_key(|row| (order.get(row.arm.as_str()).copied(), row.repeat));
         let steps = read_if_there(&folder.join("steps.csv"))?;
         let populations = read_if_there(&folder.join("populations.csv"))?;
-        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations })
+        let checks = read_if_there(&folder.join("checks.csv"))?;
+        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations, checks })
     }
 
     /// Arms that have a finished row, in the order of the plan.

@@ -1,0 +1,70 @@
+//! How a run served its requests beside each other: interference, fairness, what a victim of an injection saw, and the
+//! cold step that no row holds. From checks.csv and populations.csv; each figure is the median over an arm's repeats.
+
+use super::numbers::{self, optional, percent};
+use super::results::RunResults;
+use super::table;
+use crate::Result;
+use crate::cli::flags::Format;
+
+/// The population that says what a stream's reader lives through while prompts are injected.
+const VICTIMS: &str = "victim_window_itl";
+
+pub fn render(results: &RunResults, format: Format) -> Result<String> {
+    let mut text = String::new();
+    let probed = results.populations.iter().any(|row| row.population == VICTIMS);
+    let rows: Vec<Vec<String>> = results.arms().into_iter().map(|arm| row(results, arm, probed)).collect();
+    if !results.checks.is_empty() {
+        let mut header = vec!["arm", "interference", "Jain", "longest wait ms", "overtaken"];
+        if probed {
+            header.extend(["victims' gaps in window", "p50 ms", "p99 ms", "max ms"]);
+        }
+        let right: Vec<usize> = (1..header.len()).collect();
+        text += "How requests were served beside each other:\n\n";
+        text += &table::render(format, &header, &rows, &right)?;
+        text += "\n`interference`: mean gap between tokens in steps with a prefill over without, minus 1; `Jain`: index of \
+                 slowdown, 1 is even; `overtaken`: by a request due later\n";
+    }
+    for model in &results.record.models {
+        let warm_ms = numbers::median(
+            results
+                .summaries
+                .iter()
+                .filter(|row| row.model == model.reference)
+                .filter_map(|row| row.step_ms_p50),
+        );
+        if let (Some(cold_ms), Some(warm_ms)) = (model.cold_step_ms, warm_ms) {
+            text += &format!(
+                "\nCold, and in no row: the first step of {} took {} ms; a warm one takes {} ms (median).\n",
+                model.reference,
+                numbers::number(cold_ms),
+                numbers::number(warm_ms)
+            );
+        }
+    }
+    Ok(text)
+}
+
+fn row(results: &RunResults, arm: &str, probed: bool) -> Vec<String> {
+    let check = |name: &str| {
+        let of_arm = results.checks.iter().filter(|row| row.arm == arm && row.check == name);
+        numbers::median(of_arm.filter_map(|row| row.value))
+    };
+    let mut cells = vec![
+        arm.to_string(),
+        optional(check("interference_factor")),
+        optional(check("jain_slowdown")),
+        optional(check("max_wait_ms")),
+        percent(check("overtaken_share")),
+    ];
+    if probed {
+        let of_arm = || results.populations.iter().filter(|row| row.arm == arm && row.population == VICTIMS);
+        let n = of_arm().map(|row| row.n).min().unwrap_or(0);
+        cells.push(n.to_string());
+        cells.push(optional(numbers::median(of_arm().filter_map(|row| row.p50_ms))));
+        let p99_ms = numbers::median(of_arm().filter_map(|row| row.p99_ms));
+        cells.push(optional(p99_ms.filter(|_| crate::measure::quantile::supported(n, 0.99))));
+        cells.push(optional(numbers::median(of_arm().filter_map(|row| row.max_ms))));
+    }
+    cells
+}
