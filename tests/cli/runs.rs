@@ -40,6 +40,15 @@ fn the_table_goes_to_stdout_and_the_rest_to_stderr() {
     - max_num_seqs=1, max_num_seqs=2: bound by seats: requests waited for a seat (max_num_seqs) while a further one would have been cheap
     - max_num_seqs=8: bound by weights: most of a step is one stream of the weights, whatever the batch
 
+    How requests were served beside each other:
+
+    arm             interference   Jain  longest wait ms  overtaken
+    max_num_seqs=1             –  0.794             56.0        0 %
+    max_num_seqs=2             –  0.833             24.0        0 %
+    max_num_seqs=8             –   1.00                0        0 %
+
+    `interference`: mean gap between tokens in steps with a prefill over without, minus 1; `Jain`: index of slowdown, 1 is even; `overtaken`: by a request due later
+
     Claims:
 
     - [holds] eight seats give at least four times the tokens of one: expected 4.00 or more, measured 8.00
