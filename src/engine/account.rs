@@ -42,7 +42,7 @@ pub struct StepCost {
     pub floor_s: f64,
 }
 
-/// The device's limits, measured (or from the data sheet, for a simulation).
+/// The device's limits, measured (or from the data sheet, for a simulation). 0 where there is none (`sim:fixed`).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Ceilings {
     /// Sustained read bandwidth, bytes a second.
@@ -78,9 +78,10 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// max(bytes/bandwidth, FLOPs/rate), seconds.
+    /// max(bytes/bandwidth, FLOPs/rate), seconds. A ceiling of 0 is none.
     pub fn floor_s(&self, ceilings: &Ceilings) -> f64 {
-        (self.bytes as f64 / ceilings.read_bytes_per_s).max(self.flops as f64 / ceilings.flops_per_s)
+        let time_s = |amount: u64, ceiling: f64| if ceiling > 0.0 { amount as f64 / ceiling } else { 0.0 };
+        time_s(self.bytes, ceilings.read_bytes_per_s).max(time_s(self.flops, ceilings.flops_per_s))
     }
 }
 

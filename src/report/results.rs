@@ -63,7 +63,7 @@ impl RunResults {
 
     /// Whether the device has roofs to be judged against. A device of fixed cost has none.
     pub fn has_roofs(&self) -> bool {
-        self.record.ceilings.read_bytes_per_s > 0.0 && !self.record.device.id.starts_with("sim:fixed")
+        self.record.ceilings.read_bytes_per_s > 0.0
     }
 
     pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {

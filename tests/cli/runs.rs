@@ -23,7 +23,7 @@ fn the_table_goes_to_stdout_and_the_rest_to_stderr() {
     arm             req/s  tok/s  vs base  TTFT p50  TTFT p99  ITL p50  ITL p99  E2E p50  running  step p50  of roof  bound by
     max_num_seqs=1    125  1,000     base      29.0         –     1.00        –     36.0     1.00      1.00        –  seats
     max_num_seqs=2    250  2,000    2.00x      13.0         –     1.00        –     20.0     2.00      1.00        –  seats
-    max_num_seqs=8  1,000  8,000    8.00x      1.00         –     1.00        –     8.00     8.00      1.00        –  weights
+    max_num_seqs=8  1,000  8,000    8.00x      1.00         –     1.00        –     8.00     8.00      1.00        –  –
 
     load: flood 16/8 x8; times in ms, median of 2 repeats; `running`: mean sequences in a step; `of roof`: share of the nearer nominal roof, bandwidth or arithmetic
 
@@ -35,10 +35,9 @@ fn the_table_goes_to_stdout_and_the_rest_to_stderr() {
     arm             weights    state      KV  activations    FLOPs  step p50  floor p50  of floor  bound by
     max_num_seqs=1   338 MB  18.3 MB  120 kB       110 kB  0.947 G      1.00          –         –  seats
     max_num_seqs=2   169 MB  18.3 MB  120 kB       110 kB  0.947 G      1.00          –         –  seats
-    max_num_seqs=8  42.2 MB  18.3 MB  120 kB       110 kB  0.947 G      1.00          –         –  weights
+    max_num_seqs=8  42.2 MB  18.3 MB  120 kB       110 kB  0.947 G      1.00          –         –  –
 
     - max_num_seqs=1, max_num_seqs=2: bound by seats: requests waited for a seat (max_num_seqs) while a further one would have been cheap
-    - max_num_seqs=8: bound by weights: most of a step is one stream of the weights, whatever the batch
 
     How requests were served beside each other:
 

@@ -77,11 +77,12 @@ impl Device for FixedDevice {
     }
 
     /// Round numbers: nothing here is charged by them.
+    /// None: a step costs the same whatever it moves.
     fn ceilings(&mut self) -> Result<Ceilings> {
         Ok(Ceilings {
-            read_bytes_per_s: 1e12,
-            copy_bytes_per_s: 1e12,
-            flops_per_s: 1e14,
+            read_bytes_per_s: 0.0,
+            copy_bytes_per_s: 0.0,
+            flops_per_s: 0.0,
             launch_s: 0.0,
             measured: false,
         })
