@@ -1,7 +1,8 @@
-//! `model`: look at a checkpoint, fetch one, write a synthetic one, measure its perplexity.
+//! `model`: look at a checkpoint, fetch one, write a synthetic one, quantise one, measure its perplexity.
 
 mod eval;
 mod inspect;
+mod quantize;
 
 use std::path::PathBuf;
 
@@ -27,6 +28,8 @@ enum ModelCommand {
     Fetch(FetchFlags),
     /// Write a preset's seeded random weights as a checkpoint folder
     Synth(SynthFlags),
+    /// Write a 4-bit version of a checkpoint folder
+    Quantize(quantize::QuantizeFlags),
     /// Perplexity of a text
     Eval(eval::EvalFlags),
 }
@@ -69,6 +72,7 @@ impl ModelFlags {
             ModelCommand::Inspect(flags) => inspect(&flags),
             ModelCommand::Fetch(flags) => fetch(&flags),
             ModelCommand::Synth(flags) => synth(&flags),
+            ModelCommand::Quantize(flags) => quantize::run(&flags),
             ModelCommand::Eval(flags) => eval::run(&flags),
         }
     }

@@ -1,4 +1,6 @@
 //! A copy of a golden checkpoint that a test may break: its config edited, its tensors renamed, reshaped, rewritten.
+// Each test binary uses its own part.
+#![allow(dead_code)]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -77,3 +77,20 @@ fn doctor_names_what_it_found() {
     assert!(json["cpu"]["memory"].as_str().unwrap().contains("free"));
     assert!(json["cuda"]["NVRTC"].is_string());
 }
+
+#[test]
+fn quantize_writes_a_folder_that_opens() {
+    let env = TestEnv::new();
+    let model = fixture("dense-qwen3-tiny");
+    let quantize = |rest: &str| env.run(&format!("model quantize {model} {rest}"));
+    assert_eq!(quantize("--format awq --group 64 --out ./q").ok().stdout, "./q\n");
+    let text = env.run("model inspect ./q --format json").ok().stdout;
+    assert!(text.contains("int4"), "{text}");
+    quantize("--format awq --group 64 --out ./q").fails(2, "is not empty", "--out");
+    quantize("--format awq --group 48 --out ./r").fails(2, "groups of 48 do not divide", "--group 128");
+    env.run("model quantize synthetic:demo --format awq --group 64 --out ./r").fails(
+        2,
+        "no files",
+        "model synth",
+    );
+}

@@ -31,6 +31,8 @@ const MOST_NAMED: usize = 5;
 pub struct TensorFiles {
     files: Vec<(PathBuf, MappedFile)>,
     tensors: BTreeMap<String, Stored>,
+    /// Tensors that no model here loads: vision, multi-token prediction.
+    unloaded: Vec<Stored>,
     pub skipped: Skipped,
     /// SHA-256 of the headers and sizes of all files.
     pub header_hash: [u8; 32],
@@ -60,6 +62,7 @@ impl TensorFiles {
         let mut this = Self {
             files,
             tensors: BTreeMap::new(),
+            unloaded: Vec::new(),
             skipped: Skipped::default(),
             header_hash: hash.finalize().into(),
         };
@@ -98,6 +101,7 @@ impl TensorFiles {
             }
         };
         component.add(&entry);
+        self.unloaded.push(Stored { file, entry });
         Ok(())
     }
 
@@ -122,6 +126,13 @@ impl TensorFiles {
 
     pub fn get(&self, name: &str) -> Option<&Stored> {
         self.tensors.get(name)
+    }
+
+    /// Every tensor of the files, loaded or not, in the order they lie in.
+    pub fn all(&self) -> impl Iterator<Item = &Stored> {
+        let mut all: Vec<&Stored> = self.tensors.values().chain(&self.unloaded).collect();
+        all.sort_by_key(|stored| (stored.file, stored.entry.range.start));
+        all.into_iter()
     }
 
     pub fn names(&self) -> impl Iterator<Item = &str> {
@@ -350,6 +361,11 @@ impl Checkpoint {
     pub fn formats(&self, spec: &ModelSpec) -> Vec<(Linear, WeightFormat)> {
         let format = |linear: &Linear| self.linears.get(linear).unwrap_or(&self.embedding).format();
         spec.linears().into_iter().map(|linear| (linear, format(&linear))).collect()
+    }
+
+    /// Linear modules that have tensors of their own: a tied head has none.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.linears.keys()
     }
 
     pub fn embedding_format(&self) -> WeightFormat {

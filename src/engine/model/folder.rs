@@ -1,6 +1,6 @@
 //! A checkpoint folder in the published Hugging Face layout -> [`OpenedModel`].
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -15,8 +15,29 @@ use super::spec::ModelSpec;
 use super::vocabulary;
 use crate::{Error, Result};
 
+/// A folder's files, matched and checked.
+pub struct Loaded {
+    pub checkpoint: Checkpoint,
+    pub layout: ModelLayout,
+    pub generation: GenerationDefaults,
+    pub tokenizer: Option<PathBuf>,
+}
+
 /// Opens `folder`, whose model is shown as `name`.
 pub fn open(folder: &Path, name: &str) -> Result<OpenedModel> {
+    let Loaded { checkpoint, layout, generation, tokenizer } = load(folder, name)?;
+    Ok(OpenedModel {
+        layout,
+        skipped: checkpoint.files().skipped.clone(),
+        weights: Box::new(checkpoint),
+        tokenizer,
+        generation,
+        folder: Some(folder.to_path_buf()),
+    })
+}
+
+/// Reads the configuration and matches every tensor with it.
+pub fn load(folder: &Path, name: &str) -> Result<Loaded> {
     let config_path = folder.join("config.json");
     if !folder.is_dir() {
         return Err(Error::invalid(
@@ -52,14 +73,7 @@ pub fn open(folder: &Path, name: &str) -> Result<OpenedModel> {
         synthetic: false,
         hash,
     };
-    Ok(OpenedModel {
-        layout,
-        skipped: checkpoint.files().skipped.clone(),
-        weights: Box::new(checkpoint),
-        tokenizer,
-        generation,
-        folder: Some(folder.to_path_buf()),
-    })
+    Ok(Loaded { checkpoint, layout, generation, tokenizer })
 }
 
 /// Reads `generation_config.json` if there is one, and joins its stop tokens with those of `config.json`.

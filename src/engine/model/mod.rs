@@ -17,6 +17,7 @@ mod open;
 mod packed;
 pub mod presets;
 mod quantization;
+pub mod quantize;
 mod reference;
 mod safetensors_file;
 pub mod save;

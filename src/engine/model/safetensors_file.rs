@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::layout::WeightFormat;
 use crate::{Error, Result};
@@ -113,6 +114,26 @@ pub fn read_header(file: &str, bytes: &[u8]) -> Result<Vec<TensorEntry>> {
     entries.sort_by_key(|a| (a.range.start, a.range.end));
     check_cover(file, &entries, data_start, bytes.len())?;
     Ok(entries)
+}
+
+/// The start of a file that holds `tensors`, (name, type, shape), one after the other: length and header. Also the
+/// bytes of the data that is to follow.
+pub fn header_bytes<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize])>) -> (Vec<u8>, u64) {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_string(), json!({ "format": "pt" }));
+    let mut end = 0;
+    for (name, dtype, shape) in tensors {
+        let start = end;
+        end += shape.iter().map(|&size| size as u64).product::<u64>() * dtype.bytes();
+        let entry = json!({ "dtype": dtype.name(), "shape": shape, "data_offsets": [start, end] });
+        header.insert(name.to_string(), entry);
+    }
+    let mut header = Value::Object(header).to_string();
+    // Readers like the data to start at a multiple of eight.
+    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    (bytes, end)
 }
 
 /// The header's bytes and where the data starts.

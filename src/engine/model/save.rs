@@ -7,10 +7,11 @@
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::checkpoint::vectors;
 use super::layout::{ModelLayout, WeightFormat};
+use super::safetensors_file::{Dtype, header_bytes};
 use super::spec::{Family, Linear, Mixer, ModelSpec, Role, RopeScaling};
 use super::synthetic::{self, SyntheticWeights};
 use super::weights::{MatrixData, Weights};
@@ -47,7 +48,7 @@ pub fn synthetic(layout: &ModelLayout, seed: u64, out: &Path) -> Result<u64> {
 
 struct Tensor {
     name: String,
-    dtype: &'static str,
+    dtype: Dtype,
     shape: Vec<usize>,
     content: Content,
 }
@@ -64,15 +65,6 @@ enum Content {
 impl Tensor {
     fn elements(&self) -> usize {
         self.shape.iter().product()
-    }
-
-    fn bytes(&self) -> u64 {
-        let size = match self.dtype {
-            "F16" => 2,
-            "I64" => 8,
-            _ => 4,
-        };
-        self.elements() as u64 * size
     }
 }
 
@@ -98,7 +90,7 @@ fn tensors(layout: &ModelLayout, weights: &SyntheticWeights) -> Result<Vec<Tenso
     for (name, shape) in vectors(spec) {
         all.push(Tensor {
             name: format!("{prefix}{name}"),
-            dtype: "F32",
+            dtype: Dtype::F32,
             shape,
             content: Content::Vector(name),
         });
@@ -112,38 +104,26 @@ fn push_matrix(all: &mut Vec<Tensor>, name: &str, rows: usize, cols: usize, data
         all.push(Tensor { name: format!("{name}.{part}"), dtype, shape: shape.to_vec(), content });
     };
     let WeightFormat::Int4 { group, .. } = format else {
-        return push("weight", "F16", &[rows, cols], Content::Noise { seed, std });
+        return push("weight", Dtype::F16, &[rows, cols], Content::Noise { seed, std });
     };
     let groups = cols / group;
-    push("weight_packed", "I32", &[rows, cols / 8], Content::Int4Words { seed });
-    push("weight_scale", "F16", &[rows, groups], Content::Int4Scales { std });
-    push("weight_zero_point", "I32", &[rows / 8, groups], Content::Int4ZeroPoints { seed, groups });
-    push("weight_shape", "I64", &[2], Content::Shape([rows as i64, cols as i64]));
+    push("weight_packed", Dtype::I32, &[rows, cols / 8], Content::Int4Words { seed });
+    push("weight_scale", Dtype::F16, &[rows, groups], Content::Int4Scales { std });
+    push("weight_zero_point", Dtype::I32, &[rows / 8, groups], Content::Int4ZeroPoints { seed, groups });
+    push("weight_shape", Dtype::I64, &[2], Content::Shape([rows as i64, cols as i64]));
 }
 
 fn write_file(path: &Path, tensors: &[Tensor], weights: &SyntheticWeights) -> std::io::Result<u64> {
-    let mut header = Map::new();
-    header.insert("__metadata__".to_string(), json!({ "format": "pt" }));
-    let mut end = 0;
-    for tensor in tensors {
-        let start = end;
-        end += tensor.bytes();
-        header.insert(
-            tensor.name.clone(),
-            json!({ "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end] }),
-        );
-    }
-    let mut header = Value::Object(header).to_string();
-    // Readers like the data to start at a multiple of eight.
-    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
+    let (header, bytes) = header_bytes(
+        tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice())),
+    );
     let mut file = BufWriter::with_capacity(1 << 20, std::fs::File::create(path)?);
-    file.write_all(&(header.len() as u64).to_le_bytes())?;
-    file.write_all(header.as_bytes())?;
+    file.write_all(&header)?;
     for tensor in tensors {
         write_tensor(&mut file, tensor, weights)?;
     }
     file.into_inner()?.sync_all()?;
-    Ok(end)
+    Ok(bytes)
 }
 
 fn write_tensor(file: &mut impl Write, tensor: &Tensor, weights: &SyntheticWeights) -> std::io::Result<()> {
