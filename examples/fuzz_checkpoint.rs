@@ -1,7 +1,6 @@
 //! Opens damaged copies of the golden checkpoints for as long as asked: `cargo run --release --example
 //! fuzz_checkpoint -- MINUTES [SEED]`. Ends with a panic that names seed and round if a reader fails.
 
-#[allow(dead_code)]
 #[path = "../tests/checkpoint_rig/mod.rs"]
 mod checkpoint_rig;
 #[path = "../tests/checkpoint_rig/mutate.rs"]

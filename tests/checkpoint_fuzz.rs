@@ -1,7 +1,6 @@
 //! Damaged checkpoints by the thousand: none may crash the readers or make them allocate on a file's word.
 //! `cargo run --release --example fuzz_checkpoint -- MINUTES` runs the same for as long as wanted.
 
-#[allow(dead_code)]
 mod checkpoint_rig;
 #[path = "checkpoint_rig/mutate.rs"]
 mod mutate;
