@@ -139,6 +139,7 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
         state_slots: if layout.spec.is_hybrid() { 16 } else { 0 },
         kv_dtype: CacheDtype::F32,
         state_dtype: CacheDtype::F32,
+        state_write_interval: 1,
         max_model_len: MAX_LEN,
         max_num_seqs: 16,
         max_num_batched_tokens: 2048,

@@ -154,12 +154,13 @@ fn main() {
     let most = batches.iter().chain(&long).copied().max().unwrap_or(1);
     let longest = prefills.iter().copied().max().unwrap_or(0).max(CONTEXT + WARM + STEPS + 1);
     let longest = if long.is_empty() { longest } else { longest.max(8192 + WARM + STEPS + 1) };
-    let config = EngineConfig {
+    let mut config = EngineConfig {
         max_num_seqs: most,
         max_num_batched_tokens: prefills.iter().copied().max().unwrap_or(2048).max(2048),
         max_model_len: longest,
         ..EngineConfig::default()
     };
+    device.configure(&opened.layout, &mut config);
     let plan =
         plan_cache(&opened.layout, &config, free, total, device.default_dtypes(), Some(longest)).unwrap();
     let opening = Instant::now();

@@ -20,8 +20,9 @@ struct Shape {
 };
 
 // A sequence's part of the step: `slot` < 0 marks padding. context tokens are already in state and window.
-struct Sequence {
+struct __align__(16) Sequence {
     int slot, context, start, count;
+    int pending, write, unused[2]; // of delta_stream.cu
 };
 
 // ---- state in fp32, fp16 or bf16 ----

@@ -1,11 +1,17 @@
-// The decode step of the gated delta net for many sequences: the states stream through shared memory.
+// The decode step of the gated delta net for many sequences, with states that are read every step and written every few.
 //
-// The equations and shapes are those of delta.cu, with one new token a sequence, heads of 128 x 128 and an fp32 state. A
-// (sequence, head) pair is a task: 64 KB that lie together. Blocks stay, one a multiprocessor, and walk the tasks; bulk
-// copies bring the next two states into a ring of three while the current one is updated in place, and take it back. So
-// the copy engine always has 64 to 128 KB of reads and a write in flight, whatever the arithmetic waits for; a block
-// that loads, computes and stores in turn reaches half of that.
-// Bytes: 128 KB a task; the rest (convolution, gates) is 2 % of it.
+// The equations and shapes are those of delta.cu, with heads of 128 x 128 and an fp32 state. A step moves far more state
+// than anything else of a sequence, and half of it is the writing back. But what a token adds to the state is a rank-1
+// term, and a few of them are small: the state S0 in memory stays as it was `pending` tokens ago, and for each token since
+// then the pair (k_i, u_i) and the logarithm L_i of the decay since S0 are kept. With a_i = exp(L_t - L_i):
+//   S_(t-1) = exp(L_(t-1)) S0 + sum_i exp(L_(t-1) - L_i) u_i k_i^T
+//   u_t = beta (v - exp(L_t) S0 k - sum_i a_i (k_i . k) u_i)
+//   o_t = exp(L_t) S0 q + sum_i a_i (k_i . q) u_i + (k . q) u_t
+// A sequence whose `write` is set first folds its pairs into S0 and writes it: its own token's pair is then the first.
+// So a token that turns out to be unwanted (a rejected draft) leaves no mark: its pair is not counted the next time.
+//
+// Bytes a (sequence, head): 64 KB of state read, 1 KB a pair read and one written, and 64 KB written by each that folds.
+// Such a pair is a task. Blocks stay, one a multiprocessor, and walk the tasks.
 #include "half.cuh"
 
 struct Shape {
@@ -13,184 +19,364 @@ struct Shape {
     float eps;
 };
 
-struct Sequence {
+struct __align__(16) Sequence {
     int slot, context, start, count;
+    int pending, write, unused[2];
 };
 
 #define HEAD 128
-#define STAGES 3
 #define STATE_BYTES (HEAD * HEAD * 4)
-#define CHANNELS (3 * HEAD) // of a task: q, k, v
+#define PAIR 260            // floats: k, u, L and three unused
+#define PAIR_BYTES (PAIR * 4)
 
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 DEVICE float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+DEVICE void add_scaled(float4 &to, float by, float4 x) {
+    to.x += by * x.x, to.y += by * x.y, to.z += by * x.z, to.w += by * x.w;
+}
 
-// What a thread needs of a task beside the state. Threads 0..383 own a channel, 384..511 an output.
-struct Inputs {
-    Sequence sequence;
-    int head, channel;
-    float tap[4], history[3];
-    f16 u; // or z
-    float b, a, rate, bias;
+#define ROWS 8 // of the state, for each group of eight lanes: row, row + 4..
+
+// A thread's rows of the state with its pairs folded in, in place. `fresh`: S0 is zero.
+DEVICE void fold(float4 *rows, const float *pairs, int count, bool fresh, int row, int sub) {
+    float last = pairs[(count - 1) * PAIR + 2 * HEAD], scale = expf(last);
+#pragma unroll 2
+    for (int r = 0; r < ROWS; r++) {
+        float4 *own = rows + (row + 4 * r) * (HEAD / 4) + sub;
+        float4 S[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            S[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (!fresh) add_scaled(S[j], scale, own[8 * j]);
+        }
+        for (int i = 0; i < count; i++) {
+            const float *pair = pairs + i * PAIR;
+            float by = expf(last - pair[2 * HEAD]) * pair[HEAD + row + 4 * r];
+#pragma unroll
+            for (int j = 0; j < 4; j++) add_scaled(S[j], by, ((const float4 *)pair)[sub + 8 * j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) own[8 * j] = S[j];
+    }
+}
+
+// Warps of a block: 4 own the state's rows (eight lanes a row, rows 32 w..32 w + 31 for warp w), GROUPS times 4 prepare the
+// tokens in turn and finish them, 1 copies. While the first work on a token, the second are at the next ones, and the copies
+// at the states behind those. A group's token takes it longer than the rows take: hence two.
+#define MAIN_THREADS 128
+#define SIDE_THREADS 128
+#define BOTH (MAIN_THREADS + SIDE_THREADS)
+#define THREADS(GROUPS) (MAIN_THREADS + GROUPS * SIDE_THREADS + 32)
+// Named barriers, each the first of several: a group among itself; a token is prepared; its rows are through.
+#define SIDE 1
+#define READY 4
+#define DONE 8
+
+DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// A token as the preparing warps leave it to the others. `have`: pairs in shared memory; < 0 ends the walk.
+template <int PAIRS> struct __align__(16) Token {
+    float conv[3 * HEAD]; // q, k, v after convolution and silu
+    float outputs[HEAD], updates[HEAD];
+    float by_k[PAIRS + 1], by_q[PAIRS + 1]; // a_i (k_i . k) and a_i (k_i . q); the last: (k . q)
+    float q_scale, k_scale, decay, beta;
+    int have, pending, first, last, write, fresh;
 };
 
-// 512 threads: warp w owns rows 8 w..8 w + 7 of the state, eight lanes a row.
-KERNEL __launch_bounds__(512, 1) delta_stream(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
-                                              const float *norm_weight, float *state, f16 *window, f16 *out,
-                                              const Sequence *sequences, Shape shape, int count) {
+// STAGES states with up to PAIRS pairs each are in shared memory; a task has at most PAIRS + 1 pending pairs and new tokens
+// together, and with two groups one new token. pairs: [slots][value_heads][capacity][PAIR] fp32.
+template <int STAGES, int PAIRS, int GROUPS>
+DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
+                          const float *norm_weight, float *state, f16 *window, f16 *out, const Sequence *sequences,
+                          Shape shape, float *pairs, int capacity, int count) {
+    constexpr int STAGE_BYTES = STATE_BYTES + PAIRS * PAIR_BYTES, TURNS = 2 * GROUPS; // tokens under way
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ __align__(16) float conv[2][CHANNELS];
-    __shared__ float outputs[2][HEAD];
-    __shared__ __align__(8) u64 arrived[STAGES];
+    __shared__ __align__(16) Token<PAIRS> tokens[TURNS];
+    __shared__ __align__(8) u64 arrived[STAGES], left[STAGES];
 
-    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, sub = lane & 7, row = 8 * warp + (lane >> 3); // and row + 4
+    int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     int heads = shape.value_heads, group = heads / shape.key_heads, tasks = count * heads;
-    int key_channels = shape.key_heads * HEAD, channels = 2 * key_channels + heads * HEAD;
     let_next_kernel_start();
-
     if (tid == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(&arrived[i]), 1);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(shared_address(&arrived[i]), 1);
+            barrier_init(shared_address(&left[i]), MAIN_THREADS / 32);
+        }
         barrier_init_fence();
     }
     __syncthreads();
 
-    // Thread 0: brings the state of this block's i-th task. Padding comes last, so a task of padding ends the walk.
-    auto fetch = [&](int i) {
-        int task = blockIdx.x + i * gridDim.x;
-        if (task >= tasks) return;
-        Sequence sequence = sequences[task / heads];
-        if (sequence.slot < 0) return;
-        u32 barrier = shared_address(&arrived[i % STAGES]);
-        if (sequence.context == 0) {
-            barrier_arrive(barrier); // taken as zero
-            return;
-        }
-        const float *from = state + ((u64)sequence.slot * heads + task % heads) * (HEAD * HEAD);
-        barrier_expect(barrier, STATE_BYTES);
-        copy_bulk(shared_address(stages + (i % STAGES) * STATE_BYTES), from, STATE_BYTES, barrier);
-    };
-    if (tid == 0) fetch(0), fetch(1);
-    wait_for_previous_kernel();
-
-    auto load = [&](int task, Inputs &in) {
-        in.sequence.slot = -1;
-        if (task >= tasks) return;
-        in.sequence = sequences[task / heads];
-        in.head = task % heads;
-        if (in.sequence.slot < 0) return;
-        const f16 *input = mixed + (u64)in.sequence.start * shape.pitch;
-        const f16 *gates = input + channels + heads * HEAD;
-        in.b = half_to_float(gates[in.head]), in.a = half_to_float(gates[heads + in.head]);
-        in.rate = a_log[in.head], in.bias = dt_bias[in.head];
-        if (tid >= CHANNELS) {
-            in.u = input[channels + in.head * HEAD + tid - CHANNELS];
-            return;
-        }
-        int which = tid / HEAD, at = tid % HEAD;
-        in.channel = which == 2 ? 2 * key_channels + in.head * HEAD + at
-                                : which * key_channels + in.head / group * HEAD + at;
-        in.u = input[in.channel];
-        const f16 *ring = window + (u64)in.sequence.slot * shape.ring * channels + in.channel;
-        int entry = in.sequence.context % shape.ring;
-#pragma unroll
-        for (int back = 1; back <= 3; back++) {
-            int from = entry - back < 0 ? entry - back + shape.ring : entry - back;
-            in.history[3 - back] = in.sequence.context >= back ? half_to_float(ring[from * channels]) : 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) in.tap[j] = taps[j * channels + in.channel];
+    // Padding comes last, so a task of padding, like one behind the last, ends the walk.
+    auto find = [&](int task) {
+        Sequence sequence;
+        sequence.slot = -1;
+        if (task < tasks) sequence = sequences[task / heads];
+        return sequence;
     };
 
-    float weight = tid >= CHANNELS ? norm_weight[tid - CHANNELS] : 0.0f;
-    Inputs now, next;
-    load(blockIdx.x, next);
-    for (int i = 0; blockIdx.x + i * gridDim.x < tasks; i++) {
-        now = next;
-        if (now.sequence.slot < 0) break;
-        float *c = conv[i & 1], *o = outputs[i & 1];
-        if (tid < CHANNELS) {
-            float sum = now.tap[0] * now.history[0] + now.tap[1] * now.history[1] + now.tap[2] * now.history[2] +
-                        now.tap[3] * half_to_float(now.u);
-            c[tid] = silu(sum);
-            // q and k channels belong to all value heads of a key head; the first one keeps them.
-            if (tid >= 2 * HEAD || now.head % group == 0) {
-                int entry = now.sequence.context % shape.ring;
-                window[((u64)now.sequence.slot * shape.ring + entry) * channels + now.channel] = now.u;
+    if (tid >= MAIN_THREADS + GROUPS * SIDE_THREADS) { // copies
+        if (lane > 0) return;
+        int ahead = 0, behind = 0; // tasks fetched, and tasks whose stage was left
+        for (;; behind++) {
+            for (; ahead < behind + STAGES; ahead++) {
+                int task = blockIdx.x + ahead * gridDim.x;
+                Sequence sequence = find(task);
+                if (sequence.slot < 0) break;
+                u32 barrier = shared_address(&arrived[ahead % STAGES]);
+                u32 to = shared_address(stages + (ahead % STAGES) * STAGE_BYTES);
+                u64 at = (u64)sequence.slot * heads + task % heads;
+                bool fresh = sequence.context == sequence.pending; // S0 is taken as zero
+                u32 pair_bytes = sequence.pending * PAIR_BYTES, bytes = (fresh ? 0 : STATE_BYTES) + pair_bytes;
+                if (bytes == 0) {
+                    barrier_arrive(barrier);
+                    continue;
+                }
+                barrier_expect(barrier, bytes);
+                if (!fresh) copy_bulk(to, state + at * (HEAD * HEAD), STATE_BYTES, barrier);
+                if (pair_bytes > 0) copy_bulk(to + STATE_BYTES, pairs + at * capacity * PAIR, pair_bytes, barrier);
             }
-        }
-        float beta = sigmoid(now.b), decay = expf(-expf(now.rate) * softplus(now.a + now.bias));
-        load(blockIdx.x + (i + 1) * gridDim.x, next);
-        __syncthreads();
-
-        float4 q[4], k[4];
-        float q_squares = 0.0f, k_squares = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            q[j] = ((const float4 *)c)[sub + 8 * j];
-            k[j] = ((const float4 *)c)[HEAD / 4 + sub + 8 * j];
-            q_squares += dot4(q[j], q[j]);
-            k_squares += dot4(k[j], k[j]);
-        }
-#pragma unroll
-        for (int offset = 1; offset < 8; offset <<= 1) {
-            q_squares += __shfl_xor_sync(0xffffffffu, q_squares, offset);
-            k_squares += __shfl_xor_sync(0xffffffffu, k_squares, offset);
-        }
-        float q_scale = rsqrtf(q_squares + 1e-6f) * 0.08838834764831845f; // 1 / sqrt(128)
-        float k_scale = rsqrtf(k_squares + 1e-6f);
-
-        barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
-        float4 *rows = (float4 *)(stages + (i % STAGES) * STATE_BYTES);
-        bool fresh = now.sequence.context == 0;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float4 *own = rows + (row + 4 * r) * (HEAD / 4) + sub;
-            float4 S[4];
-            float p = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                S[j] = fresh ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : own[8 * j];
-                S[j].x *= decay, S[j].y *= decay, S[j].z *= decay, S[j].w *= decay;
-                p += dot4(S[j], k[j]);
-            }
-#pragma unroll
-            for (int offset = 1; offset < 8; offset <<= 1) p += __shfl_xor_sync(0xffffffffu, p, offset);
-            float delta = beta * (c[2 * HEAD + row + 4 * r] - p * k_scale) * k_scale;
-            float total = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                S[j].x += delta * k[j].x, S[j].y += delta * k[j].y;
-                S[j].z += delta * k[j].z, S[j].w += delta * k[j].w;
-                total += dot4(S[j], q[j]);
-                own[8 * j] = S[j];
-            }
-#pragma unroll
-            for (int offset = 1; offset < 8; offset <<= 1) total += __shfl_xor_sync(0xffffffffu, total, offset);
-            if (sub == 0) o[row + 4 * r] = total * q_scale;
-        }
-        // The copy engine reads what these threads wrote.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-
-        if (tid == 0) {
-            float *to = state + ((u64)now.sequence.slot * heads + now.head) * (HEAD * HEAD);
-            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(rows)),
-                         "n"(STATE_BYTES) : "memory");
+            if (behind == ahead) break;
+            barrier_wait(shared_address(&left[behind % STAGES]), (behind / STAGES) & 1);
+            int task = blockIdx.x + behind * gridDim.x;
+            Sequence sequence = find(task);
+            if (!sequence.write) continue;
+            float *to = state + ((u64)sequence.slot * heads + task % heads) * (HEAD * HEAD);
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                         "r"(shared_address(stages + (behind % STAGES) * STAGE_BYTES)), "n"(STATE_BYTES) : "memory");
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            // All but this store have left their stages: the one before it makes room for the state after next. Asking
-            // for that state earlier, in front of the update, was slower: 349 us for 310 at 256 sequences.
-            asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-            fetch(i + 2);
+            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         }
-        if (tid >= CHANNELS) {
-            float sum = 0.0f;
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        return;
+    }
+
+    if (tid < MAIN_THREADS) { // rows of the state
+        int sub = lane & 7, row = 4 * ROWS * warp + (lane >> 3);
+        for (int i = 0, turn = 0;; turn = (turn + 1) % TURNS) {
+            named_sync(READY + turn, BOTH);
+            Token<PAIRS> &token = tokens[turn];
+            int have = token.have;
+            if (have < 0) return;
+            bool first = token.first, last = token.last, write = token.write, fresh = token.fresh;
+            float4 *rows = (float4 *)(stages + (i % STAGES) * STAGE_BYTES);
+            const float *kept = (const float *)rows + HEAD * HEAD;
+            if (first) barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            if (write) {
+                // Each thread reads below what it writes here.
+                fold(rows, kept, token.pending, fresh, row, sub);
+                fresh = false;
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the copy engine reads it too
+            }
+            float4 q[4], k[4];
 #pragma unroll
-            for (int j = 0; j < HEAD / 32; j++) sum += o[lane + 32 * j] * o[lane + 32 * j];
-            sum = warp_sum(sum);
-            int at = tid - CHANNELS;
-            float y = o[at] * rsqrtf(sum * (1.0f / HEAD) + shape.eps) * weight * silu(half_to_float(now.u));
-            out[((u64)now.sequence.start * heads + now.head) * HEAD + at] = float_to_half(y);
+            for (int j = 0; j < 4; j++) {
+                q[j] = ((const float4 *)token.conv)[sub + 8 * j];
+                k[j] = ((const float4 *)token.conv)[HEAD / 4 + sub + 8 * j];
+            }
+            float decay = token.decay, k_scale = decay * token.k_scale, q_scale = decay * token.q_scale;
+            float with_k[ROWS] = {}, with_q[ROWS] = {};
+            if (!fresh) {
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const float4 *own = rows + (row + 4 * r) * (HEAD / 4) + sub;
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        float4 S = own[8 * j];
+                        with_k[r] += dot4(S, k[j]), with_q[r] += dot4(S, q[j]);
+                    }
+                    with_k[r] *= k_scale, with_q[r] *= q_scale;
+                }
+            }
+            for (int pair = sub; pair < have; pair += 8) {
+                float by_k = token.by_k[pair], by_q = token.by_q[pair];
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    float value = kept[pair * PAIR + HEAD + row + 4 * r];
+                    with_k[r] += by_k * value, with_q[r] += by_q * value;
+                }
+            }
+#pragma unroll
+            for (int offset = 1; offset < 8; offset <<= 1)
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    with_k[r] += __shfl_xor_sync(0xffffffffu, with_k[r], offset);
+                    with_q[r] += __shfl_xor_sync(0xffffffffu, with_q[r], offset);
+                }
+            float mine_k = with_k[0], mine_q = with_q[0]; // lane `sub` finishes row `row + 4 sub`
+#pragma unroll
+            for (int r = 1; r < ROWS; r++)
+                if (sub == r) mine_k = with_k[r], mine_q = with_q[r];
+            if (sub < ROWS) {
+                int own = row + 4 * sub;
+                float delta = token.beta * (token.conv[2 * HEAD + own] - mine_k);
+                token.updates[own] = delta;
+                token.outputs[own] = mine_q + token.by_q[have] * delta;
+            }
+            named_arrive(DONE + turn, BOTH);
+            if (!last) continue;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&left[i % STAGES]));
+            i++;
         }
     }
-    if (tid == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+
+    // Preparation and end of each token. Thread t owns channel t of q, of k and of v, and output t.
+    int at = tid % SIDE_THREADS, key_channels = shape.key_heads * HEAD, channels = 2 * key_channels + heads * HEAD;
+    int own_group = tid / SIDE_THREADS - 1;
+    warp %= SIDE_THREADS / 32;
+    wait_for_previous_kernel();
+    float weight = norm_weight[at];
+    // Asked for a token ahead and left as they come, so that nothing waits for them before they are used.
+    struct {
+        float tap[3][4];
+        f16 history[3][3], u[3], z, b, a;
+        float rate, bias;
+    } next;
+    auto channel_of = [&](int head, int which) {
+        return which == 2 ? 2 * key_channels + head * HEAD + at : which * key_channels + head / group * HEAD + at;
+    };
+    auto load = [&](const Sequence &sequence, int head, int token) {
+        if (sequence.slot < 0) return;
+        int position = sequence.context + token, entry = position % shape.ring;
+        const f16 *input = mixed + (u64)(sequence.start + token) * shape.pitch;
+        const f16 *gates = input + channels + heads * HEAD;
+        next.b = gates[head], next.a = gates[heads + head];
+        next.rate = a_log[head], next.bias = dt_bias[head];
+        next.z = input[channels + head * HEAD + at];
+#pragma unroll
+        for (int which = 0; which < 3; which++) {
+            int channel = channel_of(head, which);
+            next.u[which] = input[channel];
+            const f16 *ring = window + (u64)sequence.slot * shape.ring * channels + channel;
+#pragma unroll
+            for (int back = 1; back <= 3; back++) {
+                int from = entry - back < 0 ? entry - back + shape.ring : entry - back;
+                const f16 *raw = back <= token ? input - back * shape.pitch + channel : ring + from * channels;
+                next.history[which][3 - back] = 0; // 0.0
+                if (position >= back) next.history[which][3 - back] = *raw;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) next.tap[which][j] = taps[j * channels + channel];
+        }
+    };
+
+    // What is still needed of the token before when its rows are through.
+    struct {
+        float *pair, *beside; // its pair in memory, and in shared memory for the task's next token
+        f16 *out;
+        float log, gate;
+    } before = {};
+    auto finish = [&](int turn) {
+        named_sync(DONE + turn, BOTH);
+        const Token<PAIRS> &token = tokens[turn];
+        float key = token.conv[HEAD + at] * token.k_scale, update = token.updates[at];
+        before.pair[at] = key, before.pair[HEAD + at] = update;
+        if (at == 0) before.pair[2 * HEAD] = before.log;
+        if (before.beside) {
+            before.beside[at] = key, before.beside[HEAD + at] = update;
+            if (at == 0) before.beside[2 * HEAD] = before.log;
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // a state comes here later
+        }
+        float4 o = ((const float4 *)token.outputs)[lane];
+        float squares = warp_sum(dot4(o, o));
+        float y = token.outputs[at] * rsqrtf(squares * (1.0f / HEAD) + shape.eps) * weight * before.gate;
+        before.out[at] = float_to_half(y);
+    };
+
+    auto task = [&](int i) { return blockIdx.x + i * gridDim.x; };
+    int have = 0, head = task(own_group) % heads, stride = GROUPS * gridDim.x % heads;
+    bool fresh = true;
+    Sequence sequence = find(task(own_group)), following = find(task(own_group + GROUPS));
+    load(sequence, head, 0);
+    for (int i = own_group, step = 0, turn = own_group, any = 0;; turn = (turn + GROUPS) % TURNS, any = 1) {
+        Token<PAIRS> &token = tokens[turn];
+        int turn_before = turn ^ GROUPS;
+        if (sequence.slot < 0) {
+            if (any) finish(turn_before);
+            if (i == 0 || find(task(i - 1)).slot >= 0) { // the walk ends here, not at the other group's token
+                if (at == 0) token.have = -1;
+                named_arrive(READY + turn, BOTH);
+            }
+            return;
+        }
+        bool first = step == 0, last = step + 1 == sequence.count, write = first && sequence.write;
+#pragma unroll
+        for (int which = 0; which < 3; which++) {
+            const float *tap = next.tap[which];
+            float sum = tap[3] * half_to_float(next.u[which]);
+#pragma unroll
+            for (int j = 0; j < 3; j++) sum += tap[j] * half_to_float(next.history[which][j]);
+            token.conv[which * HEAD + at] = silu(sum);
+            // q and k channels belong to all value heads of a key head; the first one keeps them.
+            int entry = (sequence.context + step) % shape.ring;
+            if (which == 2 || head % group == 0)
+                window[((u64)sequence.slot * shape.ring + entry) * channels + channel_of(head, which)] = next.u[which];
+        }
+        float beta = sigmoid(half_to_float(next.b)), gate = silu(half_to_float(next.z));
+        float log_decay = -expf(next.rate) * softplus(half_to_float(next.a) + next.bias);
+        int next_head = head + stride < heads ? head + stride : head + stride - heads;
+        load(last ? following : sequence, last ? next_head : head, last ? 0 : step + 1);
+        Sequence upcoming = find(task(i + 2 * GROUPS));
+        named_sync(SIDE + own_group, SIDE_THREADS);
+
+        float4 q = ((const float4 *)token.conv)[lane], k = ((const float4 *)token.conv)[HEAD / 4 + lane];
+        float q_scale = rsqrtf(warp_sum(dot4(q, q)) + 1e-6f) * 0.08838834764831845f; // 1 / sqrt(128)
+        float k_scale = rsqrtf(warp_sum(dot4(k, k)) + 1e-6f);
+        float *kept = (float *)(stages + (i % STAGES) * STAGE_BYTES) + HEAD * HEAD;
+        if (first) {
+            have = write ? 0 : sequence.pending;
+            fresh = sequence.context == sequence.pending;
+            if (sequence.pending > 0) barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+        } else {
+            finish(turn_before); // its pair is one of this token's
+            named_sync(SIDE + own_group, SIDE_THREADS);
+        }
+        float log = (have > 0 ? kept[(have - 1) * PAIR + 2 * HEAD] : 0.0f) + log_decay;
+        // Warp w: the products with pairs w, w + 4.., and behind the last pair q with k.
+        for (int pair = warp; pair <= have; pair += SIDE_THREADS / 32) {
+            float4 own = pair < have ? ((const float4 *)(kept + pair * PAIR))[lane] : k;
+            float with_k = warp_sum(dot4(own, k)), with_q = warp_sum(dot4(own, q));
+            if (lane == 0) {
+                float scale = pair < have ? expf(log - kept[pair * PAIR + 2 * HEAD]) : k_scale;
+                token.by_k[pair] = scale * with_k * k_scale, token.by_q[pair] = scale * with_q * q_scale;
+            }
+        }
+        if (at == 0) {
+            token.q_scale = q_scale, token.k_scale = k_scale, token.decay = expf(log), token.beta = beta;
+            token.have = have, token.pending = sequence.pending, token.first = first, token.last = last;
+            token.write = write, token.fresh = fresh;
+        }
+        named_arrive(READY + turn, BOTH);
+        if (any && first) finish(turn_before);
+
+        float *pair = pairs + (((u64)sequence.slot * heads + head) * capacity + have) * PAIR;
+        before = {pair, last ? nullptr : kept + have * PAIR,
+                  out + ((u64)(sequence.start + step) * heads + head) * HEAD, log, gate};
+        have++;
+        if (write) fresh = false;
+        step++;
+        if (last) step = 0, i += GROUPS, head = next_head, sequence = following, following = upcoming;
+    }
+}
+
+#define ARGUMENTS                                                                                                       \
+    const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias, const float *norm_weight,            \
+        float *state, f16 *window, f16 *out, const Sequence *sequences, Shape shape, float *pairs, int capacity, int count
+#define PASS mixed, taps, a_log, dt_bias, norm_weight, state, window, out, sequences, shape, pairs, capacity, count
+
+KERNEL __launch_bounds__(THREADS(2), 1) delta_stream(ARGUMENTS) { stream_states<3, 8, 2>(PASS); }
+// With drafts: the pairs of a draft's length and of as many tokens kept.
+KERNEL __launch_bounds__(THREADS(1), 1) delta_stream_drafts(ARGUMENTS) { stream_states<2, 32, 1>(PASS); }
+
+// Folds the pairs of every sequence that has some into its state, for kernels that know nothing of pairs. Grid (value_heads, sequences).
+// The next kernel is not let in early: behind it stands one that reads states before it waits.
+KERNEL __launch_bounds__(MAIN_THREADS) delta_settle(float *state, const float *pairs, const Sequence *sequences, int heads, int capacity) {
+    wait_for_previous_kernel();
+    Sequence sequence = sequences[blockIdx.y];
+    if (sequence.slot < 0 || sequence.pending == 0) return;
+    u64 at = (u64)sequence.slot * heads + blockIdx.x;
+    int lane = threadIdx.x & 31, row = 4 * ROWS * (threadIdx.x >> 5) + (lane >> 3);
+    fold((float4 *)(state + at * (HEAD * HEAD)), pairs + at * capacity * PAIR, sequence.pending,
+         sequence.context == sequence.pending, row, lane & 7);
 }

@@ -6,6 +6,7 @@ mod skip;
 
 use skip::skip;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cpu_rig::{Golden, Options, Part, Rig, SLOTS, fixture};
 use inferwall::engine::clock::Clock;
@@ -29,9 +30,12 @@ fn limit(name: &str) -> f64 {
     if name.contains("hybrid-tiny") { 1.9e-2 } else { 4.5e-3 }
 }
 
-fn device(test: &str) -> Option<CudaDevice> {
+/// The GPU, alone: while one session captures a graph, another must not wait for the whole GPU.
+fn device(test: &str) -> Option<(CudaDevice, MutexGuard<'static, ()>)> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     match CudaDevice::new(0) {
-        Ok(device) => Some(device),
+        Ok(device) => Some((device, alone)),
         Err(error) => {
             skip(test, format_args!("{error}; {}", error.hint()));
             None
@@ -72,7 +76,7 @@ fn assert_near(what: &str, found: &[Vec<f32>], expected: &[Vec<f32>], limit: f64
 
 #[test]
 fn whole_prompts_match() {
-    let Some(mut device) = device("whole_prompts_match") else { return };
+    let Some((mut device, _alone)) = device("whole_prompts_match") else { return };
     for name in FOLDERS {
         let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
         let found = rig.logits(0, &golden.ids, &[golden.ids.len()]);
@@ -82,7 +86,7 @@ fn whole_prompts_match() {
 
 #[test]
 fn any_split_matches() {
-    let Some(mut device) = device("any_split_matches") else { return };
+    let Some((mut device, _alone)) = device("any_split_matches") else { return };
     for name in FOLDERS {
         let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
         for pieces in
@@ -96,7 +100,7 @@ fn any_split_matches() {
 
 #[test]
 fn company_shows_no_more_than_rounding() {
-    let Some(mut device) = device("company_shows_no_more_than_rounding") else { return };
+    let Some((mut device, _alone)) = device("company_shows_no_more_than_rounding") else { return };
     for name in FOLDERS {
         let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
         let others: Vec<u32> = golden.ids.iter().chain(&golden.greedy).copied().collect();
@@ -166,7 +170,9 @@ fn decode(
 
 #[test]
 fn greedy_text_matches_with_graphs_and_steps_in_flight() {
-    let Some(mut device) = device("greedy_text_matches_with_graphs_and_steps_in_flight") else { return };
+    let Some((mut device, _alone)) = device("greedy_text_matches_with_graphs_and_steps_in_flight") else {
+        return;
+    };
     for name in FOLDERS {
         let golden = Golden::read(&fixture(name));
         for depth in [1, 2, 3] {
@@ -220,7 +226,7 @@ fn geometry() -> (ModelLayout, WeightSource) {
 fn real_head_sizes_match_the_cpu_at_every_length() {
     let test = "real_head_sizes_match_the_cpu_at_every_length";
     for portable in [false, true] {
-        let Some(mut device) = device(test) else { return };
+        let Some((mut device, _alone)) = device(test) else { return };
         if portable {
             device = device.portable();
         }
@@ -246,7 +252,9 @@ fn real_head_sizes_match_the_cpu_at_every_length() {
 
 #[test]
 fn synthetic_weights_on_the_device_are_those_of_the_host() {
-    let Some(device) = device("synthetic_weights_on_the_device_are_those_of_the_host") else { return };
+    let Some((device, _alone)) = device("synthetic_weights_on_the_device_are_those_of_the_host") else {
+        return;
+    };
     use inferwall::engine::device::cuda::upload::{Place, Uploader};
     use inferwall::engine::model::layout::WeightFormat;
     use inferwall::engine::model::synthetic;
@@ -275,7 +283,7 @@ fn synthetic_weights_on_the_device_are_those_of_the_host() {
 
 #[test]
 fn a_gpu_that_is_full_is_an_error() {
-    let Some(mut device) = device("a_gpu_that_is_full_is_an_error") else { return };
+    let Some((mut device, _alone)) = device("a_gpu_that_is_full_is_an_error") else { return };
     let (layout, source) = geometry();
     let model = load(&mut device, &layout, &source);
     let plan = CachePlan {
@@ -285,6 +293,7 @@ fn a_gpu_that_is_full_is_an_error() {
         state_slots: 4,
         kv_dtype: CacheDtype::F16,
         state_dtype: CacheDtype::F32,
+        state_write_interval: 1,
         max_model_len: 256,
         max_num_seqs: SLOTS,
         max_num_batched_tokens: 256,
@@ -295,4 +304,60 @@ fn a_gpu_that_is_full_is_an_error() {
         Err(error) => error,
     };
     assert!(error.to_string().contains("allocating") && !error.hint().is_empty(), "{error}");
+}
+
+/// Twelve sequences whose states are written every few tokens, through all that may come between: a prompt's chunk in the
+/// same step, a step of few sequences, a chunk behind single tokens, a slot that starts anew.
+#[test]
+fn states_left_behind_follow_the_sequences() {
+    let Some((mut device, _alone)) = device("states_left_behind_follow_the_sequences") else { return };
+    let (layout, source) = geometry();
+    let cpu_load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
+    let cpu_model = CpuDevice::new(None).unwrap().load(&layout, &source, &cpu_load, &mut |_| {}).unwrap();
+    let mut reference = Rig::of_model(cpu_model, Options { max_drafts: 0, ..Options::default() });
+    for interval in [1, 3, 8] {
+        let deferring = Options { state_write_interval: interval, ..options() };
+        let mut rig = Rig::of_model(load(&mut device, &layout, &source), deferring);
+        let text = |slot: usize| -> Vec<u32> {
+            (0..100).map(|i| (i * 7919 + 131 * slot as u32 + 13) % 1000).collect()
+        };
+        let texts: Vec<Vec<u32>> = (0..SLOTS).map(text).collect();
+        let mut lengths = [0usize; SLOTS];
+        let mut step = |what: &str, parts: &[(usize, usize)], lengths: &mut [usize; SLOTS]| {
+            let parts: Vec<Part> = parts
+                .iter()
+                .map(|&(slot, tokens)| {
+                    let context = lengths[slot];
+                    lengths[slot] += tokens;
+                    Part::logits(slot, context, &texts[slot][context..context + tokens])
+                })
+                .collect();
+            let (found, expected) = (rig.run(&parts), reference.run(&parts));
+            for (part, (found, expected)) in parts.iter().zip(found.sequences.iter().zip(&expected.sequences))
+            {
+                let error = error(&found.logits, &expected.logits);
+                // Twice what 200 rows show together, as one row may.
+                assert!(error < 8e-3, "interval {interval}, {what}, slot {}: {error:.2e}", part.slot);
+            }
+        };
+        let all = |tokens: usize| (0..SLOTS).map(|slot| (slot, tokens)).collect::<Vec<_>>();
+        let prompts: Vec<_> = (0..SLOTS).map(|slot| (slot, 1 + 3 * slot)).collect();
+        step("prompts", &prompts, &mut lengths);
+        for _ in 0..19 {
+            step("tokens", &all(1), &mut lengths);
+        }
+        step("three tokens", &[(2, 1), (7, 1), (11, 1)], &mut lengths);
+        for _ in 0..3 {
+            step("tokens after three", &all(1), &mut lengths);
+        }
+        let mut mixed = all(1);
+        mixed[5].1 = 20;
+        step("a chunk beside tokens", &mixed, &mut lengths);
+        step("tokens after a chunk", &all(1), &mut lengths);
+        step("drafts' worth of tokens", &all(3), &mut lengths);
+        lengths[4] = 0;
+        for _ in 0..10 {
+            step("a slot anew", &all(1), &mut lengths);
+        }
+    }
 }

@@ -157,6 +157,8 @@ pub struct CostModel {
     pub head_flops_per_row: u64,
     /// Recurrent states and windows of one sequence over all layers, one way.
     pub state_bytes_per_sequence: u64,
+    /// What a decode step moves less than a read and a write of those, where the state is written every few tokens only.
+    pub deferred_bytes_per_decode: u64,
     /// Delta rule and convolution of one token over all layers: recurrent form, and form of 64-token chunks.
     pub recurrent_flops_per_token: u64,
     pub chunked_flops_per_token: u64,
@@ -192,9 +194,27 @@ pub fn state_bytes_per_sequence(spec: &ModelSpec, state_dtype: CacheDtype, kv_dt
     layer * spec.delta_net_layers() as u64
 }
 
+/// Bytes that stand for one token that the stored states of a sequence do not hold yet, over all layers: for each value
+/// head the key, the correction and the decay, padded to 16 bytes, in f32.
+pub fn pending_token_bytes(spec: &ModelSpec) -> u64 {
+    let Some(delta) = &spec.delta_net else { return 0 };
+    (delta.value_heads * (delta.key_dim + delta.value_dim + 4) * 4 * spec.delta_net_layers()) as u64
+}
+
+/// What a decode step saves when states are written every `interval` tokens: all writes but one in `interval`, less the
+/// tokens kept meanwhile, of which (interval + 1) / 2 are read on average and one is written.
+fn deferred_bytes(spec: &ModelSpec, state_dtype: CacheDtype, interval: u64) -> u64 {
+    let (Some(delta), 2..) = (&spec.delta_net, interval) else { return 0 };
+    let state = (delta.state_elements() * spec.delta_net_layers()) as u64 * dtype_bytes(state_dtype);
+    (state - state / interval).saturating_sub(pending_token_bytes(spec) * (interval + 3) / 2)
+}
+
 impl CostModel {
     pub fn new(layout: &ModelLayout, plan: &CachePlan) -> Self {
-        Self::with_dtypes(layout, plan.kv_dtype, plan.state_dtype)
+        let mut model = Self::with_dtypes(layout, plan.kv_dtype, plan.state_dtype);
+        model.deferred_bytes_per_decode =
+            deferred_bytes(&layout.spec, plan.state_dtype, plan.state_write_interval as u64);
+        model
     }
 
     pub fn with_dtypes(layout: &ModelLayout, kv_dtype: CacheDtype, state_dtype: CacheDtype) -> Self {
@@ -225,6 +245,7 @@ impl CostModel {
             layer_flops_per_token: 2 * layer_elements,
             head_flops_per_row: 2 * spec.vocab_size as u64 * hidden,
             state_bytes_per_sequence: state_bytes_per_sequence(spec, state_dtype, kv_dtype),
+            deferred_bytes_per_decode: 0,
             recurrent_flops_per_token: recurrent,
             chunked_flops_per_token: chunked,
             kv_bytes_per_token: kv_bytes_per_token(spec, kv_dtype),
@@ -234,6 +255,11 @@ impl CostModel {
             activation_bytes_per_token: layout.embedding.bytes(1, spec.hidden_size)
                 + 2 * hidden * dtype_bytes(kv_dtype) * spec.layers.len() as u64,
         }
+    }
+
+    /// Recurrent states and windows that one sequence moves in a decode step, over all layers.
+    pub fn decode_state_bytes(&self) -> u64 {
+        2 * self.state_bytes_per_sequence - self.deferred_bytes_per_decode
     }
 
     /// What a step of these sequences moves and computes. Nothing at all for an empty step.
@@ -253,7 +279,8 @@ impl CostModel {
                 flops: tokens * self.layer_flops_per_token + counts.rows * self.head_flops_per_row,
             },
             state: Phase {
-                bytes: counts.state_moves * self.state_bytes_per_sequence,
+                bytes: counts.state_moves * self.state_bytes_per_sequence
+                    - counts.decode_sequences * self.deferred_bytes_per_decode,
                 flops: counts.decode_tokens * self.recurrent_flops_per_token
                     + counts.prefill_tokens * self.chunked_flops_per_token,
             },
@@ -358,6 +385,37 @@ mod tests {
             launch_s: 0.0,
             measured: true,
         }
+    }
+
+    #[test]
+    fn states_written_every_eighth_token_move_three_fifths() {
+        let model = layout(false, |_, _| false);
+        let plan = |interval| CachePlan {
+            layout: crate::engine::config::KvLayout::Split,
+            block_tokens: 16,
+            kv_blocks: 1,
+            state_slots: 1,
+            kv_dtype: CacheDtype::F16,
+            state_dtype: CacheDtype::F32,
+            state_write_interval: interval,
+            max_model_len: 1,
+            max_num_seqs: 1,
+            max_num_batched_tokens: 1,
+            max_drafts: 0,
+        };
+        // 24 layers of 32 heads: 64 KB of state each, and 1,040 bytes a token that the state is behind.
+        let heads = 24 * 32;
+        assert_eq!(pending_token_bytes(&model.spec), heads * 1040);
+        let (always, eighth) = (CostModel::new(&model, &plan(1)), CostModel::new(&model, &plan(8)));
+        assert_eq!(always.decode_state_bytes(), 2 * always.state_bytes_per_sequence);
+        let saved = heads * (65_536 * 7 / 8 - 1040 * 11 / 2);
+        assert_eq!(always.decode_state_bytes() - eighth.decode_state_bytes(), saved);
+        let state = |model: &CostModel, shape| model.phases(&[shape]).state.bytes;
+        let token = decode(1, 128)[0];
+        assert_eq!(state(&always, token) - state(&eighth, token), saved);
+        // Prompt chunks write what they read.
+        let chunk = SequenceShape { new_tokens: 64, decode: false, ..token };
+        assert_eq!(state(&always, chunk), state(&eighth, chunk));
     }
 
     fn decode(batch: usize, context: usize) -> Vec<SequenceShape> {

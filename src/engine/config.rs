@@ -71,6 +71,9 @@ pub struct EngineConfig {
     pub kv_layout: KvLayout,
     pub kv_dtype: CacheDtype,
     pub state_dtype: CacheDtype,
+    /// Decoded tokens from one write of a recurrent state to the next, 1 to 8; the tokens between are kept as rank-1
+    /// terms. `None`: the device's choice (1 where it writes with every token).
+    pub state_write_interval: Option<usize>,
     /// Recurrent-state slots (`split`). `None`: from `max_num_seqs` and memory.
     pub state_slots: Option<usize>,
     /// Share of device memory the engine may use, 0 to 1.
@@ -110,6 +113,7 @@ impl Default for EngineConfig {
             kv_layout: KvLayout::Split,
             kv_dtype: CacheDtype::Auto,
             state_dtype: CacheDtype::Auto,
+            state_write_interval: None,
             state_slots: None,
             gpu_memory_utilization: 0.9,
             gpu_memory: None,
@@ -158,6 +162,9 @@ impl EngineConfig {
         }
         if self.async_scheduling.is_some_and(|steps| steps > 2) {
             return Err(out_of_bounds("async_scheduling", self.async_scheduling.unwrap_or(0), "0, 1 or 2"));
+        }
+        if let Some(tokens) = self.state_write_interval.filter(|tokens| !(1..=8).contains(tokens)) {
+            return Err(out_of_bounds("state_write_interval", tokens, "1 to 8"));
         }
         if !(1..=16).contains(&self.speculative_tokens) {
             return Err(out_of_bounds("speculative_tokens", self.speculative_tokens, "1 to 16"));

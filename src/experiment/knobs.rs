@@ -72,6 +72,11 @@ pub static KNOBS: &[Knob] = &[
     engine("kv_layout", Kind::Choice(&["split", "unified"]), "how cache memory is divided"),
     engine("kv_dtype", DTYPE, "storage type of the KV cache"),
     engine("state_dtype", DTYPE, "storage type of the recurrent state"),
+    engine(
+        "state_write_interval",
+        Kind::AutoInteger { min: 1, max: 8 },
+        "decoded tokens from one write of a recurrent state to the next",
+    ),
     engine("state_slots", AUTO_COUNT, "recurrent-state slots (split layout); auto: from memory"),
     engine(
         "gpu_memory_utilization",

@@ -106,7 +106,7 @@ pub fn of(
         });
     }
     let mean_context = load.input_len as f64 + load.output_len as f64 / 2.0;
-    let state = 2.0 * costs.state_bytes_per_sequence as f64;
+    let state = costs.decode_state_bytes() as f64;
     let kv = mean_context * costs.kv_bytes_per_token as f64;
     if state > 0.0 {
         walls.push(Wall {
@@ -162,6 +162,7 @@ mod tests {
             state_slots: 256,
             kv_dtype: CacheDtype::F16,
             state_dtype: CacheDtype::F32,
+            state_write_interval: 1,
             max_model_len: 2048,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,

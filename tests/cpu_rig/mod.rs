@@ -13,7 +13,7 @@ use inferwall::engine::model::{ModelRef, OpenOptions, open};
 use inferwall::engine::request::{RequestId, SamplingParams};
 
 pub const GREEDY: SamplingParams = SamplingParams { temperature: 0.0, top_k: 0, top_p: 1.0 };
-pub const SLOTS: usize = 6;
+pub const SLOTS: usize = 12;
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -34,6 +34,7 @@ pub struct Options {
     pub math: CpuMath,
     pub kv_dtype: CacheDtype,
     pub state_dtype: CacheDtype,
+    pub state_write_interval: usize,
     pub max_drafts: usize,
 }
 
@@ -45,6 +46,7 @@ impl Default for Options {
             math: CpuMath::F32,
             kv_dtype: CacheDtype::F32,
             state_dtype: CacheDtype::F32,
+            state_write_interval: 1,
             max_drafts: 6,
         }
     }
@@ -88,6 +90,7 @@ impl Rig {
             state_slots: if model.layout().spec.is_hybrid() { SLOTS } else { 0 },
             kv_dtype: options.kv_dtype,
             state_dtype: options.state_dtype,
+            state_write_interval: options.state_write_interval,
             max_model_len: 256,
             max_num_seqs: SLOTS,
             max_num_batched_tokens: 1024,

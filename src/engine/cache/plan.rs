@@ -6,6 +6,7 @@
 //! keeps KV blocks and state slots apart, and both must fit.
 
 use super::shape::CacheShape;
+use crate::engine::account::pending_token_bytes;
 use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, Speculation};
 use crate::engine::device::CachePlan;
 use crate::engine::model::layout::ModelLayout;
@@ -124,6 +125,7 @@ impl<'a> Planner<'a> {
             state_slots,
             kv_dtype: self.kv_dtype,
             state_dtype: self.state_dtype,
+            state_write_interval: self.config.state_write_interval.unwrap_or(1),
             max_model_len: self.config.max_model_len,
             max_num_seqs: self.config.max_num_seqs,
             max_num_batched_tokens: self.config.max_num_batched_tokens,
@@ -162,6 +164,15 @@ impl<'a> Planner<'a> {
         })
     }
 
+    /// A slot of the state pool: the state, and room for the tokens that it is behind.
+    fn state_bytes(&self) -> u64 {
+        let kept = match self.config.state_write_interval {
+            Some(interval) if interval > 1 => interval + self.shape.drafts,
+            _ => 0,
+        };
+        self.shape.state_bytes() + kept as u64 * pending_token_bytes(&self.layout.spec)
+    }
+
     /// KV blocks that `max_num_seqs` longest requests hold; twice as many where prefixes stay behind.
     fn most_useful_blocks(&self) -> u64 {
         let kept = if self.config.prefix_caching { 2 } else { 1 };
@@ -172,7 +183,7 @@ impl<'a> Planner<'a> {
         let config = self.config;
         let block_bytes = self.shape.block_bytes(self.block_tokens);
         let request_blocks = self.longest.div_ceil(self.block_tokens) as u64;
-        let state_bytes = self.shape.state_bytes();
+        let state_bytes = self.state_bytes();
         let seat_bytes = state_bytes + request_blocks * block_bytes;
         let slots = if self.shape.is_hybrid() {
             let seats = match config.kv_blocks {
@@ -211,7 +222,7 @@ impl<'a> Planner<'a> {
             if self.shape.is_hybrid() { seats.min(config.max_num_seqs as u64) } else { 0 }
         };
         let bytes = |blocks: u64| {
-            blocks * block_bytes + if allocates { slots(blocks) * self.shape.state_bytes() } else { 0 }
+            blocks * block_bytes + if allocates { slots(blocks) * self.state_bytes() } else { 0 }
         };
         let blocks = match config.kv_blocks {
             Some(blocks) => blocks as u64,

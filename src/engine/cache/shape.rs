@@ -137,6 +137,7 @@ mod tests {
             state_slots: 0,
             kv_dtype: CacheDtype::F16,
             state_dtype: CacheDtype::F32,
+            state_write_interval: 1,
             max_model_len,
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,

@@ -124,6 +124,8 @@ pub struct CachePlan {
     pub state_slots: usize,
     pub kv_dtype: CacheDtype,
     pub state_dtype: CacheDtype,
+    /// Decoded tokens from one write of a recurrent state to the next; 1 writes with every token.
+    pub state_write_interval: usize,
     pub max_model_len: usize,
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,

@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::delta_prefill::{Piece, Work};
 use super::driver::plain::Plain;
 use super::kernels::attention::AttentionRow;
-use super::kernels::delta::DeltaSequence;
+use super::kernels::delta::{DeltaSequence, MOST_PENDING};
 use super::kernels::sample::SampleRow;
 use super::launch::bytes_of;
 use super::prefill_attention::Chunk;
@@ -154,6 +154,8 @@ pub struct Batch {
     pub wanted: Vec<Wanted>,
     /// Tokens that the short rows see, in all.
     pub short_context: u64,
+    /// States of the sequences from this one on are brought up to date in front of each delta net; none are, mostly.
+    pub settle_from: Option<usize>,
 }
 
 impl Batch {
@@ -181,6 +183,7 @@ impl Batch {
                 context: context as i32,
                 start: start as i32,
                 count: count as i32,
+                ..DeltaSequence::default()
             });
             let positions = context..context + count;
             batch.rows.extend(
@@ -250,6 +253,36 @@ impl Batch {
         }
     }
 
+    /// Says of each sequence how far its stored state is behind and whether the step writes it. `stored` holds, by slot, the
+    /// tokens that are in the stored state, and is moved on to what it will be after the step. Short sequences may be
+    /// left up to `most_pending` tokens behind; where that is 0, and for chunks, states are written by the step.
+    pub fn place_states(&mut self, stored: &mut [usize], most_pending: usize) {
+        let deferred = if most_pending > 0 { self.short_sequences } else { 0 };
+        self.settle_from = None;
+        for (place, sequence) in self.sequences.iter_mut().enumerate() {
+            let Some(stored) = usize::try_from(sequence.slot).ok().and_then(|slot| stored.get_mut(slot))
+            else {
+                continue;
+            };
+            let context = sequence.context as usize;
+            // A slot that was last used elsewhere starts afresh, with a context of 0.
+            let pending = context.checked_sub(*stored).filter(|&tokens| tokens <= MOST_PENDING).unwrap_or(0);
+            sequence.pending = pending as i32;
+            if place < deferred {
+                // Sequences that came together take turns, so that steps stay alike.
+                let turn = (context + sequence.slot as usize).is_multiple_of(most_pending);
+                let write = pending > 0 && (turn || pending >= most_pending);
+                sequence.write = i32::from(write);
+                *stored = if write { context } else { context - pending };
+            } else {
+                if pending > 0 && self.settle_from.is_none() {
+                    self.settle_from = Some(deferred);
+                }
+                *stored = context + sequence.count as usize;
+            }
+        }
+    }
+
     /// A decode step that a captured graph can run: one token a sequence, one sample each, nothing else.
     pub fn is_plain_decode(&self) -> bool {
         self.chunks.is_empty()
@@ -261,7 +294,7 @@ impl Batch {
     /// Pads a plain decode step to `size` sequences; the added rows touch no cache and their tokens are dropped.
     pub fn pad(&mut self, size: usize) {
         self.rows.resize(size, AttentionRow { sequence: -1, position: 0 });
-        self.sequences.resize(size, DeltaSequence { slot: -1, context: 0, start: 0, count: 1 });
+        self.sequences.resize(size, DeltaSequence { slot: -1, count: 1, ..DeltaSequence::default() });
         for (place, sequence) in
             self.sequences.iter_mut().enumerate().filter(|(_, sequence)| sequence.slot < 0)
         {
@@ -362,7 +395,10 @@ mod tests {
         assert_eq!(batch.tokens[0], FROM_RING | 31);
         assert_eq!(batch.rows[0], AttentionRow { sequence: 0, position: 33 });
         assert_eq!(batch.rows[4], AttentionRow { sequence: 2, position: 0 });
-        assert_eq!(batch.sequences[2], DeltaSequence { slot: 0, context: 0, start: 4, count: 20 });
+        assert_eq!(
+            batch.sequences[2],
+            DeltaSequence { slot: 0, context: 0, start: 4, count: 20, ..DeltaSequence::default() }
+        );
         assert_eq!(batch.table[..9], [7, 8, 9, 4, 0, 0, 5, 6, 0]);
         // Sampled rows in step order, then the logits' two, then the log probabilities' three.
         assert_eq!(batch.select, [23, 0, 42, 43, 1, 2, 3]);
@@ -386,7 +422,10 @@ mod tests {
         batch.pad(size);
         assert_eq!(size, 12);
         assert_eq!(batch.counts(0), Counts { rows: 12, sequences: 12, outputs: 12, ..Counts::default() });
-        assert_eq!(batch.sequences[11], DeltaSequence { slot: -1, context: 0, start: 11, count: 1 });
+        assert_eq!(
+            batch.sequences[11],
+            DeltaSequence { slot: -1, start: 11, count: 1, ..DeltaSequence::default() }
+        );
         let offsets = Offsets::new(&batch.counts(0));
         let mut bytes = vec![0; Offsets::capacity(16, 16, 4)];
         assert!(batch.write(&offsets, 7, &[], &mut bytes) <= bytes.len());
@@ -401,5 +440,32 @@ mod tests {
                 assert!(size >= sequences && size <= most, "{sequences} of {most}: {size}");
             }
         }
+    }
+
+    #[test]
+    fn states_take_turns_to_be_written_and_chunks_find_them_settled() {
+        let short = |slot, context| DeltaSequence { slot, context, count: 1, ..DeltaSequence::default() };
+        let mut stored = vec![0; 6];
+        let mut writes = [0; 6];
+        for step in 0..48 {
+            let mut batch = Batch { short_sequences: 6, ..Batch::default() };
+            batch.sequences = (0..6).map(|slot| short(slot, step)).collect();
+            batch.place_states(&mut stored, 4);
+            assert_eq!(batch.settle_from, None);
+            let written: Vec<_> = batch.sequences.iter().filter(|sequence| sequence.write == 1).collect();
+            assert!(step < 4 || (1..=2).contains(&written.len()), "step {step}: {}", written.len());
+            for sequence in &batch.sequences {
+                assert!((0..=4).contains(&sequence.pending) && sequence.pending <= sequence.context);
+                writes[sequence.slot as usize] += sequence.write;
+            }
+        }
+        assert!(writes.iter().all(|&count| (11..=12).contains(&count)), "{writes:?}");
+
+        // Slot 2 goes on with a chunk, slot 3 starts anew, slot 0 decodes on: only the chunks' states are settled.
+        let mut batch = Batch { short_sequences: 1, ..Batch::default() };
+        batch.sequences = vec![short(0, 48), short(2, 48), short(3, 0)];
+        batch.place_states(&mut stored, 4);
+        assert_eq!((batch.settle_from, stored[2], stored[3]), (Some(1), 49, 1));
+        assert!(batch.sequences[1].pending > 0 && batch.sequences[2].pending == 0);
     }
 }

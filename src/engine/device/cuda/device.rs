@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::ceilings;
 use super::driver::Gpu;
+use super::kernels::delta::{Delta, WRITE_INTERVAL};
 use super::session::CudaSession;
 use super::weights::{self, GpuWeights};
 use crate::Result;
@@ -85,6 +86,17 @@ impl Device for CudaDevice {
 
     fn default_async_scheduling(&self) -> usize {
         2
+    }
+
+    fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) {
+        let defers = layout
+            .spec
+            .delta_net
+            .as_ref()
+            .is_some_and(|delta| Delta::defers(&self.gpu, delta, config.state_dtype, self.portable));
+        if defers {
+            config.state_write_interval.get_or_insert(WRITE_INTERVAL);
+        }
     }
 
     fn load(

@@ -10,7 +10,7 @@ use super::batch::{Batch, Offsets};
 use super::delta_prefill::{self, DeltaPrefill, DeltaShape};
 use super::driver::{DeviceBuffer, Gpu};
 use super::kernels::attention::{LayerCache, RowAttention, StepRows};
-use super::kernels::delta::Delta;
+use super::kernels::delta::{Delta, DeltaSequence, StatePools};
 use super::kernels::norm::{Addend, Norms};
 use super::kernels::sample::{Logits, Samplers, Sink};
 use super::launch::Stream;
@@ -52,7 +52,7 @@ struct Buffers {
 }
 
 enum LayerPool {
-    Delta { state: DeviceBuffer, window: DeviceBuffer },
+    Delta { state: DeviceBuffer, window: DeviceBuffer, pairs: Option<DeviceBuffer> },
     Attention { keys: DeviceBuffer, values: DeviceBuffer },
 }
 
@@ -130,6 +130,7 @@ impl Forward {
                 spec.norm_eps,
                 mixed_pitch,
                 ring,
+                plan.state_write_interval,
                 limits.portable,
             )?),
             None => None,
@@ -169,10 +170,12 @@ impl Forward {
         for mixer in &spec.layers {
             pools.push(match (mixer, &delta, &rows) {
                 (Mixer::DeltaNet, Some(delta), _) => {
-                    let (state, window) = delta.slot_bytes();
+                    let (state, window, pairs) = delta.slot_bytes();
+                    let slots = plan.state_slots as u64;
                     LayerPool::Delta {
-                        state: gpu.allocate_zeroed(state * plan.state_slots as u64)?,
-                        window: gpu.allocate_zeroed(window * plan.state_slots as u64)?,
+                        state: gpu.allocate_zeroed(state * slots)?,
+                        window: gpu.allocate_zeroed(window * slots)?,
+                        pairs: if pairs > 0 { Some(gpu.allocate_zeroed(pairs * slots)?) } else { None },
                     }
                 }
                 (_, _, Some(rows)) => {
@@ -228,6 +231,12 @@ impl Forward {
         self.chunks.as_ref().map_or_else(Tiles::default, |kernel| kernel.tiles(&batch.chunks))
     }
 
+    /// Tokens that the states of `batch`'s short sequences may be behind after it; 0: they are written.
+    pub fn most_pending(&self, batch: &Batch) -> usize {
+        let delta = self.delta.as_ref().filter(|_| self.delta_chunks.is_some());
+        delta.map_or(0, |delta| delta.most_pending(batch.short_sequences, batch.longest_short))
+    }
+
     /// Queues the whole step. Sampled tokens go to the ring and to the host; the logits of other output rows are handed to
     /// `on_logits`, piece by piece.
     ///
@@ -264,8 +273,13 @@ impl Forward {
             // SAFETY: as above.
             unsafe {
                 match (&layer.mixer, &self.pools[index]) {
-                    (MixerWeights::Delta(delta), LayerPool::Delta { state, window }) => {
-                        self.delta_net(stream, view, delta, state.pointer(), window.pointer())?;
+                    (MixerWeights::Delta(delta), LayerPool::Delta { state, window, pairs }) => {
+                        let pools = StatePools {
+                            state: state.pointer(),
+                            window: window.pointer(),
+                            pairs: pairs.as_ref().map_or(0, DeviceBuffer::pointer),
+                        };
+                        self.delta_net(stream, view, delta, pools)?;
                     }
                     (MixerWeights::Attention(attention), LayerPool::Attention { keys, values }) => {
                         let cache = LayerCache { keys: keys.pointer(), values: values.pointer() };
@@ -339,8 +353,7 @@ impl Forward {
         stream: &Stream,
         view: &StepView,
         weights: &DeltaWeights,
-        state: u64,
-        window: u64,
+        pools: StatePools,
     ) -> Result<()> {
         let Some(delta) = &self.delta else {
             return Err(Error::failed("a delta-net layer without its kernels", ""));
@@ -350,16 +363,20 @@ impl Forward {
         let sequences = view.at(view.offsets.sequences);
         // SAFETY: as `run`; starts in the sequences are rows of the whole batch.
         unsafe {
+            if let Some(first) = batch.settle_from {
+                let from = sequences + (first * size_of::<DeltaSequence>()) as u64;
+                delta.settle(stream, pools, (from, batch.sequences.len() - first))?;
+            }
             self.input_product(stream, batch.rows.len(), &weights.input, self.mixed_pitch)?;
             let Some(chunks) = &self.delta_chunks else {
                 let group = (sequences, batch.sequences.len());
                 let tokens = (batch.rows.len(), batch.longest_short.max(batch.longest_chunk));
-                return delta.step(stream, weights, mixed, state, window, out, group, tokens);
+                return delta.step(stream, weights, mixed, pools, out, group, tokens);
             };
             if batch.short_sequences > 0 {
                 let group = (sequences, batch.short_sequences);
                 let tokens = (batch.short_rows, batch.longest_short);
-                delta.step(stream, weights, mixed, state, window, out, group, tokens)?;
+                delta.step(stream, weights, mixed, pools, out, group, tokens)?;
             }
             let layer = delta_prefill::Layer {
                 mixed,
@@ -367,8 +384,8 @@ impl Forward {
                 a_log: weights.a_log.pointer(),
                 dt_bias: weights.dt_bias.pointer(),
                 norm_weight: weights.norm.pointer(),
-                state,
-                window,
+                state: pools.state,
+                window: pools.window,
                 out,
             };
             let (pieces, list) = (view.at(view.offsets.pieces), view.at(view.offsets.delta_chunks));

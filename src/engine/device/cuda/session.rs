@@ -58,6 +58,8 @@ pub struct CudaSession {
     in_flight: VecDeque<InFlight>,
     /// Output row of each sequence's token for the last steps, by ticket modulo RING.
     sampled: [(u64, Vec<Option<u32>>); RING],
+    /// By state slot: tokens that are in its stored states.
+    stored: Vec<usize>,
     next_ticket: u64,
     clock: Clock,
     /// When the last step that was waited for ended, on the clock.
@@ -105,6 +107,7 @@ impl CudaSession {
             ring_rows: outputs,
             in_flight: VecDeque::new(),
             sampled: std::array::from_fn(|_| (u64::MAX, Vec::new())),
+            stored: vec![0; plan.state_slots],
             next_ticket: 0,
             clock: clock.clone(),
             last_end_s: clock.now(),
@@ -190,6 +193,10 @@ impl Session for CudaSession {
         } else {
             None
         };
+        let most_pending = self.forward.most_pending(&batch);
+        batch.place_states(&mut self.stored, most_pending);
+        // States are brought up to date now and then only, so no graph has that.
+        let graph = graph.filter(|_| batch.settle_from.is_none());
         let tiles = self.forward.tiles(&batch);
         let offsets = Offsets::new(&batch.counts(tiles.list.len()));
         let ring_offset = (turn * self.ring_rows) as u32;

@@ -39,14 +39,14 @@ pub const DELTA: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
-/// Shared memory for three states of 64 KB: chosen at run time where a block may have that much.
+/// Shared memory for three states of 64 KB: chosen at run time where a block may have that much, as on sm_90 and sm_100.
 pub const DELTA_STREAM: Unit = Unit {
     file: "delta_stream.cu",
     source: include_str!("../../../../cuda/delta_stream.cu"),
     defines: &[],
     hot: &["delta_stream"],
     min_capability: 90,
-    max_capability: ANY_LATER,
+    max_capability: 103,
 };
 
 pub const ATTENTION: Unit = Unit {

@@ -146,8 +146,9 @@ impl SimParameters {
         } else {
             counts.state_moves as f64
         } + extras.drafts as f64;
-        let mut state_s =
-            factors.state * moves * model.state_bytes_per_sequence as f64 / self.read_bytes_per_s;
+        let deferred = counts.decode_sequences * model.deferred_bytes_per_decode;
+        let state_bytes = moves * model.state_bytes_per_sequence as f64 - deferred as f64;
+        let mut state_s = factors.state * state_bytes / self.read_bytes_per_s;
         let mut delta_s = 0.0;
         if !self.delta_rule_in_rate {
             let arithmetic_s = phases.state.flops as f64 / self.flops_per_s;

@@ -1,4 +1,5 @@
-//! The gated delta net, token by token (cuda/delta.cu).
+//! The gated delta net, token by token (cuda/delta.cu), and with states that are written every few tokens only
+//! (cuda/delta_stream.cu).
 
 use crate::engine::config::CacheDtype;
 use crate::engine::device::cuda::driver::{Gpu, Kernel};
@@ -10,19 +11,45 @@ use crate::{Error, Result};
 
 /// Blocks that share a head of 128 x 128 on Hopper and later, as a cluster.
 const SPLIT: u32 = 4;
-/// Shared memory of `delta_stream`: three states.
-const STREAM_SHARED: u32 = 3 * 128 * 128 * 4;
-/// (sequence, head) pairs for each multiprocessor from which streaming the states wins.
-const STREAM_TASKS: usize = 2;
+/// Bytes that `cuda/delta_stream.cu` keeps for a token and head: key, correction and decay, padded.
+const PAIR_BYTES: usize = 260 * 4;
+/// Tokens a stored state may be behind, as `delta_stream` is compiled.
+pub const MOST_PENDING: usize = 8;
+/// Shared memory of `delta_stream`: three states, and the tokens that each is behind.
+const STREAM_SHARED: u32 = 3 * (128 * 128 * 4 + MOST_PENDING * PAIR_BYTES) as u32;
+/// And what it declares itself.
+const STREAM_STATIC: u32 = 10_752;
+/// Threads of `delta_stream`: four warps for the rows, eight that prepare, one that copies.
+const STREAM_THREADS: u32 = 416;
+/// Tokens from one write of a state to the next, where nothing else is asked for: beyond it reading the pairs costs as much
+/// as the writes that are saved.
+pub const WRITE_INTERVAL: usize = 8;
+/// Sequences from which streaming the states wins. With fewer it is the faster kernel alone, but its shared memory makes the
+/// multiprocessors change their cache's split between it and the products of few rows, which want L1: 20 us a layer.
+const STREAM_SEQUENCES: usize = 9;
 
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C, align(16))]
 pub struct DeltaSequence {
     pub slot: i32,
     pub context: i32,
     pub start: i32,
     pub count: i32,
+    /// Tokens of `context` that are not in the stored state yet.
+    pub pending: i32,
+    /// 1: the pending tokens are folded into the state, and it is stored, before the new tokens.
+    pub write: i32,
+    pub unused: [i32; 2],
+}
+
+/// A layer's recurrent states, convolution windows, and the tokens that the states are behind (0 where there is no room
+/// for them): device addresses.
+#[derive(Debug, Clone, Copy)]
+pub struct StatePools {
+    pub state: u64,
+    pub window: u64,
+    pub pairs: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -38,13 +65,23 @@ pub struct Delta {
     state_bytes: usize,
     /// Kernels for 128 x 128, with blocks in clusters of [`SPLIT`] or alone; else the general one.
     fast: Option<u32>,
-    /// For many sequences with one token each, where there is shared memory for it; and the multiprocessors.
-    stream: Option<(Kernel, usize)>,
+    deferred: Option<Deferred>,
+}
+
+/// States that are written every few tokens only: for many sequences with one token each, where there is shared memory.
+#[derive(Debug, Clone)]
+struct Deferred {
+    stream: Kernel,
+    settle: Kernel,
+    multiprocessors: usize,
+    /// Tokens from one write to the next: the most that a state is behind.
+    interval: usize,
 }
 
 impl Delta {
     /// # Errors
-    /// A shape or a state type the kernels are not made for.
+    /// A shape, a state type or an interval the kernels are not made for.
+    #[expect(clippy::too_many_arguments, reason = "what fixes the kernels and their shapes")]
     pub fn new(
         gpu: &Gpu,
         shape: &DeltaNet,
@@ -52,6 +89,7 @@ impl Delta {
         eps: f32,
         pitch: usize,
         ring: usize,
+        write_interval: usize,
         portable: bool,
     ) -> Result<Self> {
         let wrong = |what: String| Err(Error::invalid(what, "use --device cpu for this model"));
@@ -78,15 +116,26 @@ impl Delta {
             (CacheDtype::Bf16, false, _) => ("delta_any_bf16", 2),
             (CacheDtype::Auto, ..) => return Err(Error::failed("state_dtype is not resolved", "")),
         };
-        let room = gpu.facts().shared_bytes >= STREAM_SHARED + 8192;
-        let stream = if split && state == CacheDtype::F32 && room {
-            let kernel = gpu.kernel(&units::DELTA_STREAM, "delta_stream")?;
-            Some((kernel, gpu.facts().multiprocessors as usize))
+        let deferred = if Self::defers(gpu, shape, state, portable) {
+            Some(Deferred {
+                stream: gpu.kernel(&units::DELTA_STREAM, "delta_stream")?,
+                settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
+                multiprocessors: gpu.facts().multiprocessors as usize,
+                interval: write_interval,
+            })
+        } else if write_interval > 1 {
+            return Err(Error::invalid(
+                format!(
+                    "state_write_interval = {write_interval}: this GPU's kernels write recurrent states with every token"
+                ),
+                "leave state_write_interval at auto; other intervals take a Hopper GPU, heads of 128 x 128 and \
+                 state_dtype=f32",
+            ));
         } else {
             None
         };
         Ok(Self {
-            stream,
+            deferred,
             step: gpu.kernel(&units::DELTA, name)?,
             save_window: gpu.kernel(&units::DELTA, "delta_save_window")?,
             shape: shape.clone(),
@@ -98,10 +147,30 @@ impl Delta {
         })
     }
 
-    /// Bytes a slot takes in one layer's state pool, and in its window pool.
-    pub fn slot_bytes(&self) -> (u64, u64) {
+    /// Whether there is a kernel that leaves states unwritten for a few tokens.
+    pub fn defers(gpu: &Gpu, shape: &DeltaNet, state: CacheDtype, portable: bool) -> bool {
+        (shape.key_dim, shape.value_dim) == (128, 128)
+            && gpu.is_hopper_or_newer()
+            && !portable
+            && matches!(state, CacheDtype::F32 | CacheDtype::Auto)
+            && gpu.facts().shared_bytes >= STREAM_SHARED + STREAM_STATIC
+    }
+
+    /// Bytes a slot takes in one layer's pools of states, of windows and of pending tokens.
+    pub fn slot_bytes(&self) -> (u64, u64, u64) {
         let window = self.ring * self.shape.conv_channels() * 2;
-        ((self.shape.state_elements() * self.state_bytes) as u64, window as u64)
+        let pairs = self
+            .deferred
+            .as_ref()
+            .map_or(0, |deferred| self.shape.value_heads * deferred.interval * PAIR_BYTES);
+        ((self.shape.state_elements() * self.state_bytes) as u64, window as u64, pairs as u64)
+    }
+
+    /// Tokens that states may be behind after a step of `count` sequences with `longest` new tokens at most: 0 where
+    /// [`Self::step`] writes the states.
+    pub fn most_pending(&self, count: usize, longest: usize) -> usize {
+        let streams = longest == 1 && count >= STREAM_SEQUENCES;
+        self.deferred.as_ref().filter(|_| streams).map_or(0, |deferred| deferred.interval)
     }
 
     /// Runs `sequences` sequences (device address of [`DeltaSequence`]s) with `tokens` new tokens in all, `longest` at most
@@ -115,18 +184,17 @@ impl Delta {
         stream: &Stream,
         weights: &DeltaWeights,
         mixed: u64,
-        state: u64,
-        window: u64,
+        pools: StatePools,
         out: u64,
         (sequences, count): (u64, usize),
         (tokens, longest): (usize, usize),
     ) -> Result<()> {
         let shape = &self.shape;
-        let (state_bytes, _) = self.slot_bytes();
+        let (state_bytes, ..) = self.slot_bytes();
         let channels = shape.conv_channels();
         // Window: three positions read, one written a token; mixed and out once.
         let row_bytes = 2 * (self.pitch + shape.value_size() + channels);
-        let bytes = count as u64 * (2 * state_bytes + 6 * channels as u64) + (tokens * row_bytes) as u64;
+        let small_bytes = count as u64 * 6 * channels as u64 + (tokens * row_bytes) as u64;
         let flops = 7 * tokens as u64 * shape.state_elements() as u64;
         let numbers = [
             shape.key_heads as i32,
@@ -141,22 +209,31 @@ impl Delta {
             (&weights.a_log).into(),
             (&weights.dt_bias).into(),
             (&weights.norm).into(),
-            state.into(),
-            window.into(),
+            pools.state.into(),
+            pools.window.into(),
             out.into(),
             sequences.into(),
             Arg::Struct(bytes_of(&numbers)),
         ];
         let heads = shape.value_heads as u32;
-        if let Some((kernel, multiprocessors)) = &self.stream {
+        if let Some(deferred) = self.deferred.as_ref().filter(|_| self.most_pending(count, longest) > 0) {
             let tasks = count * shape.value_heads;
-            if longest == 1 && tasks >= STREAM_TASKS * multiprocessors {
-                args.push((count as u32).into());
-                let launch = Launch::new(tasks.min(*multiprocessors) as u32, 512).shared(STREAM_SHARED);
-                // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
-                return unsafe { stream.launch(kernel, launch.overlapping().cost(bytes, flops), &args) };
-            }
+            args.extend([
+                Arg::from(pools.pairs),
+                Arg::from(deferred.interval as u32),
+                Arg::from(count as u32),
+            ]);
+            // On average: a state read, its share of a write, half the tokens of an interval read and one written.
+            let state_bytes = tasks * (128 * 128 * 4 / deferred.interval + 128 * 128 * 4);
+            let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 3) / 2;
+            let launch = Launch::new(tasks.min(deferred.multiprocessors) as u32, STREAM_THREADS)
+                .shared(STREAM_SHARED)
+                .overlapping()
+                .cost(small_bytes + (state_bytes + pair_bytes) as u64, flops);
+            // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+            return unsafe { stream.launch(&deferred.stream, launch, &args) };
         }
+        let bytes = small_bytes + 2 * count as u64 * state_bytes;
         let launch = match self.fast {
             Some(split) => {
                 Launch::grid([heads * split, count as u32, 1], 512 / split).cluster(split).overlapping()
@@ -173,9 +250,34 @@ impl Delta {
         unsafe { stream.launch(&self.step, launch.cost(bytes, flops), &args)? };
         if longest > self.ring - 3 {
             // SAFETY: the same pointers.
-            unsafe { self.save_window(stream, mixed, window, (sequences, count))? };
+            unsafe { self.save_window(stream, mixed, pools.window, (sequences, count))? };
         }
         Ok(())
+    }
+
+    /// Brings the states of all sequences that have pending tokens up to date, for kernels that read whole states.
+    ///
+    /// # Safety
+    /// As [`Self::step`].
+    pub unsafe fn settle(
+        &self,
+        stream: &Stream,
+        pools: StatePools,
+        (sequences, count): (u64, usize),
+    ) -> Result<()> {
+        let Some(deferred) = &self.deferred else { return Ok(()) };
+        let heads = self.shape.value_heads as u32;
+        let args = [
+            pools.state.into(),
+            pools.pairs.into(),
+            sequences.into(),
+            Arg::from(heads),
+            Arg::from(deferred.interval as u32),
+        ];
+        let bytes = 2 * count as u64 * self.slot_bytes().0;
+        let launch = Launch::grid([heads, count as u32, 1], 128).cost(bytes, 0);
+        // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+        unsafe { stream.launch(&deferred.settle, launch, &args) }
     }
 
     /// Keeps the raw inputs of the last three positions of each sequence whose chunk is longer than the window can take
