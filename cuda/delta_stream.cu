@@ -73,7 +73,11 @@ DEVICE void fold(float4 *rows, const float *pairs, int count, bool fresh, int ro
 #define DONE 8
 
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) {
+    // Arriving alone orders no memory.
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // A token as the preparing warps leave it to the others. `have`: pairs in shared memory; < 0 ends the walk.
 template <int PAIRS> struct __align__(16) Token {
