@@ -63,20 +63,6 @@ DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 DEVICE float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
-// ---- clusters: blocks of one head share the sum of squares of o ----
-
-#if __CUDA_ARCH__ >= 900
-DEVICE void cluster_share(float *slots, int rank, int size, float value) {
-    // Thread t < size writes this block's value into block t's slots[rank].
-    if (threadIdx.x < size) {
-        u32 remote, local = shared_address(slots + rank);
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(threadIdx.x));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-#endif
-
 // Heads of 128 x 128. SPLIT blocks share a head (a cluster when SPLIT > 1), each with 128 / SPLIT rows of the state; a
 // warp owns 8 rows, eight lanes a row, so a dot product costs three shuffles. Grid (value_heads * SPLIT, sequences).
 template <int TYPE, int SPLIT>

@@ -373,6 +373,176 @@ KERNEL __launch_bounds__(THREADS(2), 1) delta_stream(ARGUMENTS) { stream_states<
 // With drafts: the pairs of a draft's length and of as many tokens kept.
 KERNEL __launch_bounds__(THREADS(1), 1) delta_stream_drafts(ARGUMENTS) { stream_states<2, 32, 1>(PASS); }
 
+// ---- few sequences: no shared memory to speak of, so that the products beside it keep their L1 ----
+
+#define PARTS 4 // blocks that share a head, as a cluster
+#define PART_ROWS (HEAD / PARTS)
+#define MOST_PAIRS 8
+
+// A block has PART_ROWS rows of a head's state, in registers, and one new token. Eight lanes a row, two rows a thread. State and
+// pairs are asked for before the wait for the product in front. Grid (value_heads * PARTS, sequences).
+KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
+    constexpr int CHANNELS = 2 * HEAD + PART_ROWS, TASKS = (CHANNELS + 127) / 128, KEPT = HEAD + PART_ROWS + 4;
+    __shared__ __align__(16) float conv[CHANNELS], kept[MOST_PAIRS][KEPT]; // of a pair: k, these rows of u, L
+    __shared__ float by_k[MOST_PAIRS + 1], by_q[MOST_PAIRS + 1], outputs[PART_ROWS], updates[PART_ROWS], squares[PARTS];
+
+    int head = blockIdx.x / PARTS, part = blockIdx.x % PARTS, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    int sub = lane & 7, row = 8 * warp + (lane >> 3); // and row + 4
+    int heads = shape.value_heads, group = heads / shape.key_heads, key_channels = shape.key_heads * HEAD;
+    int channels = 2 * key_channels + heads * HEAD;
+    let_next_kernel_start();
+    Sequence sequence = sequences[blockIdx.y];
+    if (sequence.slot < 0) return; // the whole cluster
+    u64 at = (u64)sequence.slot * heads + head;
+    bool fresh = sequence.context == sequence.pending;
+
+    float4 *own = (float4 *)(state + at * (HEAD * HEAD)) + (part * PART_ROWS + row) * (HEAD / 4) + sub, S[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            S[r][j] = fresh ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : own[r * HEAD + 8 * j];
+    float *rows = pairs + at * capacity * PAIR;
+    for (int piece = tid; piece < sequence.pending * (KEPT / 4); piece += 128) {
+        int pair = piece / (KEPT / 4), word = 4 * (piece % (KEPT / 4));
+        int from = word < HEAD ? word : word < HEAD + PART_ROWS ? word + part * PART_ROWS : 2 * HEAD;
+        copy_async_16(shared_address(&kept[pair][word]), rows + pair * PAIR + from);
+    }
+    copy_async_commit();
+
+    int channel[TASKS], entry = sequence.context % shape.ring;
+    float tap[TASKS][4];
+    f16 history[TASKS][3], *ring = window + (u64)sequence.slot * shape.ring * channels;
+#pragma unroll
+    for (int task = 0; task < TASKS; task++) {
+        int c = tid + 128 * task;
+        channel[task] = c < 2 * HEAD   ? c / HEAD * key_channels + head / group * HEAD + c % HEAD
+                        : c < CHANNELS ? 2 * key_channels + head * HEAD + part * PART_ROWS + c - 2 * HEAD
+                                       : -1;
+        if (channel[task] < 0) continue;
+#pragma unroll
+        for (int j = 0; j < 4; j++) tap[task][j] = taps[j * channels + channel[task]];
+#pragma unroll
+        for (int back = 1; back <= 3; back++) {
+            int from = entry - back < 0 ? entry - back + shape.ring : entry - back;
+            history[task][3 - back] = 0;
+            if (sequence.context >= back) history[task][3 - back] = ring[from * channels + channel[task]];
+        }
+    }
+    float rate = a_log[head], bias = dt_bias[head], weight = tid < PART_ROWS ? norm_weight[part * PART_ROWS + tid] : 0.0f;
+
+    wait_for_previous_kernel();
+    const f16 *input = mixed + (u64)sequence.start * shape.pitch, *gates = input + channels + heads * HEAD;
+    f16 b = gates[head], a = gates[heads + head], z = 0;
+    if (tid < PART_ROWS) z = input[channels + head * HEAD + part * PART_ROWS + tid];
+    f16 raw[TASKS];
+#pragma unroll
+    for (int task = 0; task < TASKS; task++)
+        if (channel[task] >= 0) raw[task] = input[channel[task]];
+#pragma unroll
+    for (int task = 0; task < TASKS; task++) {
+        if (channel[task] < 0) continue;
+        float sum = tap[task][3] * half_to_float(raw[task]);
+#pragma unroll
+        for (int j = 0; j < 3; j++) sum += tap[task][j] * half_to_float(history[task][j]);
+        conv[tid + 128 * task] = silu(sum);
+        // q and k channels belong to all blocks of a key head; the first one keeps them.
+        if (task == TASKS - 1 || (part == 0 && head % group == 0)) ring[entry * channels + channel[task]] = raw[task];
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+
+    float4 q[4], k[4];
+    float q_squares = 0.0f, k_squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        q[j] = ((const float4 *)conv)[sub + 8 * j], k[j] = ((const float4 *)conv)[HEAD / 4 + sub + 8 * j];
+        q_squares += dot4(q[j], q[j]), k_squares += dot4(k[j], k[j]);
+    }
+#pragma unroll
+    for (int offset = 1; offset < 8; offset <<= 1) {
+        q_squares += __shfl_xor_sync(0xffffffffu, q_squares, offset);
+        k_squares += __shfl_xor_sync(0xffffffffu, k_squares, offset);
+    }
+    float q_scale = rsqrtf(q_squares + 1e-6f) * 0.08838834764831845f; // 1 / sqrt(128)
+    float k_scale = rsqrtf(k_squares + 1e-6f);
+    float beta = sigmoid(half_to_float(b)), log = -expf(rate) * softplus(half_to_float(a) + bias);
+
+    int have = sequence.pending;
+    float last = have > 0 ? kept[have - 1][KEPT - 4] : 0.0f;
+    if (sequence.write) {
+        float scale = expf(last);
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) S[r][j].x *= scale, S[r][j].y *= scale, S[r][j].z *= scale, S[r][j].w *= scale;
+        for (int pair = 0; pair < have; pair++) {
+            float decay = expf(last - kept[pair][KEPT - 4]);
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    add_scaled(S[r][j], decay * kept[pair][HEAD + row + 4 * r], ((const float4 *)kept[pair])[sub + 8 * j]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) own[r * HEAD + 8 * j] = S[r][j];
+        have = 0;
+    } else {
+        log += last;
+    }
+    // Warp w: the products with pairs w, w + 4.., and behind the last pair q with k.
+    for (int pair = warp; pair <= have; pair += 4) {
+        float4 all = ((const float4 *)conv)[HEAD / 4 + lane], query = ((const float4 *)conv)[lane];
+        float4 other = pair < have ? ((const float4 *)kept[pair])[lane] : all;
+        float with_k = warp_sum(dot4(other, all)), with_q = warp_sum(dot4(other, query));
+        if (lane == 0) {
+            float scale = pair < have ? expf(log - kept[pair][KEPT - 4]) : k_scale;
+            by_k[pair] = scale * with_k * k_scale, by_q[pair] = scale * with_q * q_scale;
+        }
+    }
+    __syncthreads();
+
+    float decay = expf(log);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float with_k = 0.0f, with_q = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; j++) with_k += dot4(S[r][j], k[j]), with_q += dot4(S[r][j], q[j]);
+        with_k *= decay * k_scale, with_q *= decay * q_scale;
+        if (sub < have) {
+            float value = kept[sub][HEAD + row + 4 * r];
+            with_k += by_k[sub] * value, with_q += by_q[sub] * value;
+        }
+#pragma unroll
+        for (int offset = 1; offset < 8; offset <<= 1) {
+            with_k += __shfl_xor_sync(0xffffffffu, with_k, offset);
+            with_q += __shfl_xor_sync(0xffffffffu, with_q, offset);
+        }
+        float delta = beta * (conv[2 * HEAD + row + 4 * r] - with_k);
+        if (sub == 0) updates[row + 4 * r] = delta, outputs[row + 4 * r] = with_q + by_q[have] * delta;
+    }
+    __syncthreads();
+
+    float sum = warp_sum(outputs[lane] * outputs[lane]);
+    cluster_share(squares, part, PARTS, sum);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += squares[i];
+    // The cluster has read what this may overwrite.
+    float *pair = rows + have * PAIR;
+    if (part == 0) {
+        pair[tid] = conv[HEAD + tid] * k_scale;
+        if (tid == 0) pair[2 * HEAD] = log;
+    }
+    if (tid < PART_ROWS) pair[HEAD + part * PART_ROWS + tid] = updates[tid];
+    if (tid < PART_ROWS) {
+        float y = outputs[tid] * rsqrtf(sum * (1.0f / HEAD) + shape.eps) * weight * silu(half_to_float(z));
+        out[((u64)sequence.start * heads + head) * HEAD + part * PART_ROWS + tid] = float_to_half(y);
+    }
+}
+
 // Folds the pairs of every sequence that has some into its state, for kernels that know nothing of pairs. Grid (value_heads, sequences).
 // The next kernel is not let in early: behind it stands one that reads states before it waits.
 KERNEL __launch_bounds__(MAIN_THREADS) delta_settle(float *state, const float *pairs, const Sequence *sequences, int heads, int capacity) {

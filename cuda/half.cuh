@@ -193,3 +193,17 @@ DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 #endif
+
+// ---- clusters ----
+
+#if __CUDA_ARCH__ >= 900
+// Thread t < size writes this block's value into block t's slots[rank], and all wait for all.
+DEVICE void cluster_share(float *slots, int rank, int size, float value) {
+    if (threadIdx.x < size) {
+        u32 remote, local = shared_address(slots + rank);
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(threadIdx.x));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif

@@ -234,7 +234,7 @@ impl Forward {
     /// Tokens that the states of `batch`'s short sequences may be behind after it; 0: they are written.
     pub fn most_pending(&self, batch: &Batch) -> usize {
         let delta = self.delta.as_ref().filter(|_| self.delta_chunks.is_some());
-        delta.map_or(0, |delta| delta.most_pending(batch.short_sequences, batch.longest_short))
+        delta.map_or(0, |delta| delta.most_pending(batch.longest_short))
     }
 
     /// Queues the whole step. Sampled tokens go to the ring and to the host; the logits of other output rows are handed to

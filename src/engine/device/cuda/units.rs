@@ -44,7 +44,7 @@ pub const DELTA_STREAM: Unit = Unit {
     file: "delta_stream.cu",
     source: include_str!("../../../../cuda/delta_stream.cu"),
     defines: &[],
-    hot: &["delta_stream"],
+    hot: &["delta_stream", "delta_few"],
     min_capability: 90,
     max_capability: 103,
 };

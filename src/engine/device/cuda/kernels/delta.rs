@@ -24,8 +24,8 @@ const STREAM_THREADS: u32 = 416;
 /// Tokens from one write of a state to the next, where nothing else is asked for: beyond it reading the pairs costs as much
 /// as the writes that are saved.
 pub const WRITE_INTERVAL: usize = 8;
-/// Sequences from which streaming the states wins. With fewer it is the faster kernel alone, but its shared memory makes the
-/// multiprocessors change their cache's split between it and the products of few rows, which want L1: 20 us a layer.
+/// Sequences from which streaming the states wins. With fewer its shared memory makes the multiprocessors change their
+/// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
 
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
@@ -68,9 +68,10 @@ pub struct Delta {
     deferred: Option<Deferred>,
 }
 
-/// States that are written every few tokens only: for many sequences with one token each, where there is shared memory.
+/// States that are written every few tokens only: for sequences with one token each, where there is shared memory.
 #[derive(Debug, Clone)]
 struct Deferred {
+    few: Kernel,
     stream: Kernel,
     settle: Kernel,
     multiprocessors: usize,
@@ -118,6 +119,7 @@ impl Delta {
         };
         let deferred = if Self::defers(gpu, shape, state, portable) {
             Some(Deferred {
+                few: gpu.kernel(&units::DELTA_STREAM, "delta_few")?,
                 stream: gpu.kernel(&units::DELTA_STREAM, "delta_stream")?,
                 settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
                 multiprocessors: gpu.facts().multiprocessors as usize,
@@ -166,11 +168,10 @@ impl Delta {
         ((self.shape.state_elements() * self.state_bytes) as u64, window as u64, pairs as u64)
     }
 
-    /// Tokens that states may be behind after a step of `count` sequences with `longest` new tokens at most: 0 where
+    /// Tokens that states may be behind after a step of sequences with `longest` new tokens at most: 0 where
     /// [`Self::step`] writes the states.
-    pub fn most_pending(&self, count: usize, longest: usize) -> usize {
-        let streams = longest == 1 && count >= STREAM_SEQUENCES;
-        self.deferred.as_ref().filter(|_| streams).map_or(0, |deferred| deferred.interval)
+    pub fn most_pending(&self, longest: usize) -> usize {
+        self.deferred.as_ref().filter(|_| longest == 1).map_or(0, |deferred| deferred.interval)
     }
 
     /// Runs `sequences` sequences (device address of [`DeltaSequence`]s) with `tokens` new tokens in all, `longest` at most
@@ -216,7 +217,7 @@ impl Delta {
             Arg::Struct(bytes_of(&numbers)),
         ];
         let heads = shape.value_heads as u32;
-        if let Some(deferred) = self.deferred.as_ref().filter(|_| self.most_pending(count, longest) > 0) {
+        if let Some(deferred) = self.deferred.as_ref().filter(|_| longest == 1) {
             let tasks = count * shape.value_heads;
             args.extend([
                 Arg::from(pools.pairs),
@@ -226,12 +227,16 @@ impl Delta {
             // On average: a state read, its share of a write, half the tokens of an interval read and one written.
             let state_bytes = tasks * (128 * 128 * 4 / deferred.interval + 128 * 128 * 4);
             let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 3) / 2;
-            let launch = Launch::new(tasks.min(deferred.multiprocessors) as u32, STREAM_THREADS)
-                .shared(STREAM_SHARED)
-                .overlapping()
-                .cost(small_bytes + (state_bytes + pair_bytes) as u64, flops);
-            // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
-            return unsafe { stream.launch(&deferred.stream, launch, &args) };
+            let cost = (small_bytes + (state_bytes + pair_bytes) as u64, flops);
+            let (kernel, launch) = if count < STREAM_SEQUENCES {
+                let grid = [SPLIT * shape.value_heads as u32, count as u32, 1];
+                (&deferred.few, Launch::grid(grid, 128).cluster(SPLIT))
+            } else {
+                let blocks = tasks.min(deferred.multiprocessors) as u32;
+                (&deferred.stream, Launch::new(blocks, STREAM_THREADS).shared(STREAM_SHARED))
+            };
+            // SAFETY: the kernels' parameters in order; the rest is the caller's promise.
+            return unsafe { stream.launch(kernel, launch.overlapping().cost(cost.0, cost.1), &args) };
         }
         let bytes = small_bytes + 2 * count as u64 * state_bytes;
         let launch = match self.fast {
