@@ -1,10 +1,15 @@
-//! How near the CPU device comes to this machine's ceilings: `cargo bench --bench cpu [-- FILTER] [threads=N]`.
+//! How near the CPU device comes to this machine's ceilings:
+//! `cargo bench --bench cpu [-- FILTER] [row=ROW|phases] [pairs=N] [threads=N]`.
 //!
 //! Decode: one token for each of 1 to 16 sequences. `of read` is the bytes of weights, states and KV over the time and the
-//! measured read bandwidth; `of floor` is the step's floor (sum over dependent phases of max(bytes/bandwidth,
-//! FLOPs/rate)) over the time. Prefill: one prompt, `of peak` is its FLOPs over the time and the multiply-add rate. Times are the
-//! best and the median of the repeats; shares are of the median. On a shared machine the memory's rate changes within
-//! minutes, so ceilings are measured between all rows and a row's shares are of the mean of those before and after it.
+//! read bandwidth; `of floor` is the step's floor (sum over dependent phases of max(bytes/bandwidth, FLOPs/rate)) over
+//! the time. Prefill: one prompt, `of peak` is its FLOPs over the time and the multiply-add rate.
+//!
+//! The memory of a shared machine is now half as fast again, now half as fast, within seconds, so a ceiling measured once
+//! says nothing about a step measured later. Ceilings and steps therefore alternate: the same threads read a block of the
+//! model's size (huge pages, by the reader that was fastest at the start) and multiply registers for a millisecond, run a few
+//! steps, read and multiply again. A pair's share sets the steps beside the mean of the readings before and after; a row
+//! gives the median of its pairs' shares and their quartiles. Times and rates are medians too.
 //! Phases are those of the fastest of several traced steps. Weights are synthetic: speed does not depend on their values.
 
 use std::time::Instant;
@@ -13,6 +18,7 @@ use inferwall::engine::account::{Ceilings, CostModel, SequenceShape};
 use inferwall::engine::clock::Clock;
 use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
 use inferwall::engine::device::cpu::CpuDevice;
+use inferwall::engine::device::cpu::ceilings::Probe;
 use inferwall::engine::device::{
     CachePlan, Device, Input, KernelRecord, LoadOptions, SequenceStep, Session, Step, Want,
 };
@@ -34,6 +40,8 @@ fn main() {
     let threads =
         arguments.iter().find_map(|a| a.strip_prefix("threads=")).map(|n| n.parse().expect("threads=N"));
     let filter = arguments.iter().find(|a| !a.contains('=')).cloned().unwrap_or_default();
+    let only = arguments.iter().find_map(|a| a.strip_prefix("row=")).unwrap_or_default();
+    let pairs = arguments.iter().find_map(|a| a.strip_prefix("pairs=")).map(|n| n.parse().expect("pairs=N"));
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let threads = threads.unwrap_or(cores);
     let mut device = CpuDevice::new(Some(threads)).expect("a CPU");
@@ -55,7 +63,7 @@ fn main() {
     ];
     for (name, layout, math) in cases {
         if name.contains(&filter) {
-            case(&mut device, threads, name, &layout, math);
+            case(&mut device, name, &layout, math, only, pairs);
         }
     }
 }
@@ -116,7 +124,14 @@ fn smollm2(format: WeightFormat) -> ModelLayout {
     with_format(layout, format)
 }
 
-fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout, math: CpuMath) {
+fn case(
+    device: &mut CpuDevice,
+    name: &str,
+    layout: &ModelLayout,
+    math: CpuMath,
+    only: &str,
+    pairs: Option<usize>,
+) {
     let source: WeightSource = Box::new(SyntheticWeights::new(layout.clone(), 1));
     let options = LoadOptions { cpu_math: math, threads: None };
     let model = match device.load(layout, &source, &options, &mut |_| {}) {
@@ -126,12 +141,7 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
             return;
         }
     };
-    // A device of its own each time: one keeps what it measured first.
-    let measure = || {
-        let mut fresh = CpuDevice::new(Some(threads)).expect("a CPU");
-        fresh.set_math(math);
-        fresh.ceilings().expect("ceilings")
-    };
+    let probe = device.probe(layout.streamed_bytes() as usize).expect("memory");
     let plan = CachePlan {
         layout: KvLayout::Split,
         block_tokens: BLOCK_TOKENS,
@@ -149,33 +159,41 @@ fn case(device: &mut CpuDevice, threads: usize, name: &str, layout: &ModelLayout
     let mut session = model.open(&plan, &EngineConfig::default(), &Clock::real()).expect("a session");
     println!("\n## {name}\n\n{:.1} MB streamed a step\n", layout.streamed_bytes() as f64 / 1e6);
     println!(
-        "| step | best ms | median ms | tok/s | GB/s | read GB/s | of read | GFLOP/s | peak GFLOP/s | of peak | of floor |"
+        "| step | pairs | ms | tok/s | GB/s | read GB/s | of read (quartiles) | GFLOP/s | peak GFLOP/s | of peak (quartiles) | of floor (quartiles) |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|");
-    let mut before = measure();
-    let mut row = |name: &str, times: &[f64], tokens: usize, shapes: &[SequenceShape]| {
-        let after = measure();
-        print_row(name, times, tokens, &cost, shapes, &between(&before, &after));
-        before = after;
-    };
     for tokens in [256, 512] {
-        let times = repeat(8, || prefill(session.as_mut(), tokens, false).0);
+        let name = format!("prefill {tokens}");
+        if !name.starts_with(only) {
+            continue;
+        }
         let shape = SequenceShape { new_tokens: tokens, context_tokens: 0, sampled_rows: 1, decode: false };
-        row(&format!("prefill {tokens}"), &times, tokens, &[shape]);
+        let mut row = Row::new(&probe, &cost, math, vec![shape]);
+        row.measure(pairs.unwrap_or(8), 1, || prefill(session.as_mut(), tokens, false).0);
+        row.print(&name, tokens);
     }
     for batch in [1, 2, 4, 8, 16] {
+        let name = format!("decode {batch}");
+        if !(name.starts_with(only) && (name == only || !only.ends_with('1'))) {
+            continue;
+        }
         for slot in 0..batch {
             prefill_slot(session.as_mut(), slot, CONTEXT);
         }
+        let (pairs, steps) = (pairs.unwrap_or(if batch == 1 { 40 } else { 15 }), 3);
         let mut context = CONTEXT;
-        let times = repeat(40, || {
+        let middle = CONTEXT + pairs * steps / 2;
+        let shape = SequenceShape { new_tokens: 1, context_tokens: middle, sampled_rows: 1, decode: true };
+        let mut row = Row::new(&probe, &cost, math, vec![shape; batch]);
+        row.measure(pairs, steps, || {
             let time = decode(session.as_mut(), batch, context, false).0;
             context += 1;
             time
         });
-        let shape =
-            SequenceShape { new_tokens: 1, context_tokens: CONTEXT + 20, sampled_rows: 1, decode: true };
-        row(&format!("decode {batch}"), &times, batch, &vec![shape; batch]);
+        row.print(&name, batch);
+    }
+    if !only.is_empty() && only != "phases" {
+        return;
     }
     println!("\n| phase | of decode 1 | GB/s | of decode 16 | GB/s | GFLOP/s | of prefill 512 | GFLOP/s |");
     println!("|---|---|---|---|---|---|---|---|");
@@ -218,16 +236,6 @@ fn seconds(phases: &[Phase]) -> f64 {
     phases.iter().map(|phase| phase.seconds).sum()
 }
 
-/// What held on average between two measurements of bandwidth; a multiply-add rate only falls by a disturbance.
-fn between(before: &Ceilings, after: &Ceilings) -> Ceilings {
-    Ceilings {
-        read_bytes_per_s: (before.read_bytes_per_s + after.read_bytes_per_s) / 2.0,
-        copy_bytes_per_s: (before.copy_bytes_per_s + after.copy_bytes_per_s) / 2.0,
-        flops_per_s: before.flops_per_s.max(after.flops_per_s),
-        ..*after
-    }
-}
-
 /// Records of one step, summed by name in order of appearance.
 fn phases(records: Vec<KernelRecord>) -> Vec<Phase> {
     let mut all: Vec<Phase> = Vec::new();
@@ -244,37 +252,91 @@ fn phases(records: Vec<KernelRecord>) -> Vec<Phase> {
     all
 }
 
-fn repeat(times: usize, mut step: impl FnMut() -> f64) -> Vec<f64> {
-    step();
-    let mut all: Vec<f64> = (0..times).map(|_| step()).collect();
-    all.sort_by(f64::total_cmp);
-    all
+/// Measured pairs of one row.
+struct Row<'a> {
+    probe: &'a Probe,
+    cost: &'a CostModel,
+    math: CpuMath,
+    shapes: Vec<SequenceShape>,
+    /// Of one step.
+    bytes: f64,
+    flops: f64,
+    times: Vec<f64>,
+    reads: Vec<f64>,
+    rates: Vec<f64>,
+    of_read: Vec<f64>,
+    of_peak: Vec<f64>,
+    of_floor: Vec<f64>,
 }
 
-fn print_row(
-    name: &str,
-    times: &[f64],
-    tokens: usize,
-    cost: &CostModel,
-    shapes: &[SequenceShape],
-    ceilings: &Ceilings,
-) {
-    let median = times[times.len() / 2];
-    let cost = cost.cost(shapes, ceilings);
-    let bytes = (cost.bytes.weights + cost.bytes.state + cost.bytes.kv) as f64;
-    println!(
-        "| {name} | {:.3} | {:.3} | {:.0} | {:.1} | {:.1} | {:.0} % | {:.0} | {:.0} | {:.0} % | {:.0} % |",
-        1e3 * times[0],
-        1e3 * median,
-        tokens as f64 / median,
-        bytes / median / 1e9,
-        ceilings.read_bytes_per_s / 1e9,
-        100.0 * bytes / median / ceilings.read_bytes_per_s,
-        cost.flops as f64 / median / 1e9,
-        ceilings.flops_per_s / 1e9,
-        100.0 * cost.flops as f64 / median / ceilings.flops_per_s,
-        100.0 * cost.floor_s / median
-    );
+impl<'a> Row<'a> {
+    fn new(probe: &'a Probe, cost: &'a CostModel, math: CpuMath, shapes: Vec<SequenceShape>) -> Self {
+        let none = Vec::new;
+        let (times, reads, rates) = (none(), none(), none());
+        let (of_read, of_peak, of_floor) = (none(), none(), none());
+        let (bytes, flops) = (0.0, 0.0);
+        Self { probe, cost, math, shapes, bytes, flops, times, reads, rates, of_read, of_peak, of_floor }
+    }
+
+    /// `step` gives the seconds of one step.
+    fn measure(&mut self, pairs: usize, steps: usize, mut step: impl FnMut() -> f64) {
+        let ceilings = || (self.probe.read_bytes_per_s(), self.probe.flops_per_s(self.math));
+        step();
+        let mut before = ceilings();
+        for _ in 0..pairs {
+            let time = (0..steps).map(|_| step()).sum::<f64>() / steps as f64;
+            let after = ceilings();
+            let (read, rate) = ((before.0 + after.0) / 2.0, (before.1 + after.1) / 2.0);
+            let cost = self.cost.cost(
+                &self.shapes,
+                &Ceilings {
+                    read_bytes_per_s: read,
+                    copy_bytes_per_s: read,
+                    flops_per_s: rate,
+                    launch_s: 0.0,
+                    measured: true,
+                },
+            );
+            self.bytes = (cost.bytes.weights + cost.bytes.state + cost.bytes.kv) as f64;
+            self.flops = cost.flops as f64;
+            self.times.push(time);
+            self.reads.push(read);
+            self.rates.push(rate);
+            self.of_read.push(100.0 * self.bytes / time / read);
+            self.of_peak.push(100.0 * self.flops / time / rate);
+            self.of_floor.push(100.0 * cost.floor_s / time);
+            before = after;
+        }
+    }
+
+    fn print(&self, name: &str, tokens: usize) {
+        let median = |values: &[f64]| quartiles(values)[1];
+        let share = |values: &[f64]| {
+            let [low, median, high] = quartiles(values);
+            format!("**{median:.0} %** ({low:.0} to {high:.0})")
+        };
+        let (time, read, rate) = (median(&self.times), median(&self.reads), median(&self.rates));
+        println!(
+            "| {name} | {} | {:.2} | {:.0} | {:.1} | {:.1} | {} | {:.0} | {:.0} | {} | {} |",
+            self.times.len(),
+            1e3 * time,
+            tokens as f64 / time,
+            self.bytes / time / 1e9,
+            read / 1e9,
+            share(&self.of_read),
+            self.flops / time / 1e9,
+            rate / 1e9,
+            share(&self.of_peak),
+            share(&self.of_floor),
+        );
+    }
+}
+
+/// First quartile, median and third quartile.
+fn quartiles(values: &[f64]) -> [f64; 3] {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    [1, 2, 3].map(|quarter| sorted[(sorted.len() - 1) * quarter / 4])
 }
 
 fn blocks(slot: usize) -> Vec<u32> {

@@ -116,6 +116,12 @@ impl KvPool {
         unsafe { self.layers[layer].1.as_mut_ptr().add(row * self.value_stride * self.element.bytes()) }
     }
 
+    /// Bytes of K and of V of one block and head.
+    pub fn block_bytes(&self) -> (usize, usize) {
+        let slots = self.tiles * LANES * self.element.bytes();
+        (slots * self.head_dim, slots * self.value_stride)
+    }
+
     /// Stores the K and V of one token and head.
     ///
     /// # Safety

@@ -1,34 +1,52 @@
 //! What this CPU can do at most with the given threads: read and copy bandwidth, multiply-add rate.
 //!
-//! A figure is the best over several kernels and sizes, on huge pages where there are any, since a ceiling is what anything
-//! could reach.
+//! A figure is the best over several kernels, sizes and kinds of page, since a ceiling is what anything could reach.
 
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::gemm;
 use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
+use super::model::lock;
 use super::pool::Pool;
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::config::CpuMath;
 
-/// Sizes of the block read, in MiB: well beyond any L3, and those of small models, so that a step's share can't pass 1.
-const READ_MIB: [usize; 2] = [512, 256];
+/// Sizes of the block read, in MiB, and whether it lies on huge pages: well beyond any L3, and those of small models, so
+/// that a step's share can't pass 1.
+const READ_BLOCKS: [(usize, bool); 3] = [(512, true), (256, true), (256, false)];
 const PASSES: usize = 12;
+/// Threads take the block in parts of this size, so that a busy neighbour costs its share of time and no more.
+const PART_BYTES: usize = 1 << 20;
+
+/// Reads a slice; the result depends on all of it.
+type ReadFn = fn(Isa, &[f32]) -> f32;
+
+/// As many streams side by side as (1, 2, 4 or 8), prefetched or left to the hardware. Which is best depends on the CPU.
+const READERS: [ReadFn; 7] = [
+    |isa, part| isa.run(ReadAll::<1, 0>(part)),
+    |isa, part| isa.run(ReadAll::<2, 0>(part)),
+    |isa, part| isa.run(ReadAll::<4, 0>(part)),
+    |isa, part| isa.run(ReadAll::<8, 0>(part)),
+    |isa, part| isa.run(ReadAll::<1, AHEAD>(part)),
+    |isa, part| isa.run(ReadAll::<2, AHEAD>(part)),
+    |isa, part| isa.run(ReadAll::<4, AHEAD>(part)),
+];
 
 /// Measures all ceilings; about two seconds.
 pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
     let mut read = 0f64;
-    for mib in READ_MIB {
-        // Huge pages where the system gives them; nothing reads faster from small ones.
-        let buffer = Buffer::zeroed(mib << 20)?;
+    for (mib, huge) in READ_BLOCKS {
+        let buffer =
+            if huge { Buffer::zeroed(mib << 20)? } else { Buffer::zeroed_on_small_pages(mib << 20)? };
         fill(pool, &buffer);
-        let mut rates = [const { Vec::new() }; 3];
+        let mut rates = [const { Vec::new() }; READERS.len()];
         for _ in 0..PASSES {
-            rates[0].push(read_rate::<1>(pool, isa, &buffer));
-            rates[1].push(read_rate::<2>(pool, isa, &buffer));
-            rates[2].push(read_rate::<4>(pool, isa, &buffer));
+            for (rates, reader) in rates.iter_mut().zip(READERS) {
+                rates.push(read_rate(pool, isa, reader, &buffer));
+            }
         }
         read = rates.iter_mut().fold(read, |read, rates| read.max(upper_quartile(rates)));
     }
@@ -44,6 +62,44 @@ pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
         launch_s: 0.0,
         measured: true,
     })
+}
+
+/// A block of a model's size on huge pages, to be read now and again: the ceiling of what ran right before and after.
+pub struct Probe {
+    pool: Arc<Mutex<Pool>>,
+    isa: Isa,
+    buffer: Buffer,
+    reader: ReadFn,
+}
+
+impl Probe {
+    /// # Errors
+    /// The system refuses the memory.
+    pub fn new(pool: &Arc<Mutex<Pool>>, isa: Isa, bytes: usize) -> Result<Self> {
+        let buffer = Buffer::zeroed(bytes)?;
+        let mut guard = lock(pool);
+        fill(&mut guard, &buffer);
+        let mut rates = READERS.map(|reader| (reader, Vec::new()));
+        for _ in 0..PASSES {
+            for (reader, rates) in &mut rates {
+                rates.push(read_rate(&mut guard, isa, *reader, &buffer));
+            }
+        }
+        let best = rates.into_iter().map(|(reader, mut rates)| (reader, upper_quartile(&mut rates)));
+        let (reader, _) = best.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((READERS[0], 0.0));
+        drop(guard);
+        Ok(Self { pool: Arc::clone(pool), isa, buffer, reader })
+    }
+
+    /// Bytes a second of one pass over the block, by the reader that was best when the probe was made.
+    pub fn read_bytes_per_s(&self) -> f64 {
+        read_rate(&mut lock(&self.pool), self.isa, self.reader, &self.buffer)
+    }
+
+    /// Multiply-adds a second, as FLOPs; about a millisecond.
+    pub fn flops_per_s(&self, math: CpuMath) -> f64 {
+        flop_rate(&mut lock(&self.pool), self.isa, math)
+    }
 }
 
 /// What a kernel sustains: disturbed passes lie below, and on a shared host the memory is at times half as fast again for a
@@ -68,24 +124,25 @@ fn for_each_share(pool: &mut Pool, len: usize, body: &(dyn Fn(usize, usize) + Sy
     pool.run(&|thread| body(thread * share, share));
 }
 
-/// Reads a slice as `S` streams side by side.
-struct ReadAll<'a, const S: usize>(&'a [f32]);
+/// Reads a slice as `S` streams side by side, prefetching `A` floats ahead of each unless `A` is 0.
+struct ReadAll<'a, const S: usize, const A: usize>(&'a [f32]);
 
-/// How far ahead of each stream lines are prefetched, floats.
 const AHEAD: usize = 1024;
 
-impl<const S: usize> Work for ReadAll<'_, S> {
+impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
     type Output = f32;
 
     #[inline(always)]
-    fn run<A: Arch>(self) -> f32 {
+    fn run<X: Arch>(self) -> f32 {
         let stream = self.0.len() / S;
         let mut sums = [[0f32; LANES]; 4];
         for at in (0..stream / (4 * LANES) * (4 * LANES)).step_by(4 * LANES) {
             for s in 0..S {
                 let chunk = &self.0[s * stream + at..][..4 * LANES];
                 for (part, sum) in sums.iter_mut().enumerate() {
-                    prefetch(chunk.as_ptr().wrapping_add(AHEAD + part * LANES));
+                    if A > 0 {
+                        prefetch(chunk.as_ptr().wrapping_add(A + part * LANES));
+                    }
                     for lane in 0..LANES {
                         sum[lane] += chunk[part * LANES + lane];
                     }
@@ -108,16 +165,18 @@ fn prefetch(at: *const f32) {
     let _ = at;
 }
 
-fn read_rate<const S: usize>(pool: &mut Pool, isa: Isa, buffer: &Buffer) -> f64 {
+fn read_rate(pool: &mut Pool, isa: Isa, reader: ReadFn, buffer: &Buffer) -> f64 {
     let base = Shared(buffer.as_mut_ptr().cast::<f32>());
+    let parts = buffer.len() / PART_BYTES;
     let start = Instant::now();
-    for_each_share(pool, buffer.len(), &|start, len| {
-        // SAFETY: the buffer is only read.
-        let part = unsafe { &*base.part(start / 4, len / 4) };
-        std::hint::black_box(isa.run(ReadAll::<S>(part)));
+    pool.split(parts, 1, &|range, _| {
+        for part in range {
+            // SAFETY: the buffer is only read.
+            let part = unsafe { &*base.part(part * PART_BYTES / 4, PART_BYTES / 4) };
+            std::hint::black_box(reader(isa, part));
+        }
     });
-    let read = pool.threads() * ((buffer.len() / pool.threads()) & !4095);
-    read as f64 / start.elapsed().as_secs_f64()
+    (parts * PART_BYTES) as f64 / start.elapsed().as_secs_f64()
 }
 
 fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {

@@ -1,21 +1,26 @@
 //! One step through the layers: embedding, mixers, MLPs. The residual stream is f32, [rows][hidden].
 //!
 //! A layer is six parallel phases: norm and products into the mixer, the mixer, its output product added to the residual
-//! stream, norm and gate and up products joined by SiLU, the down product. Every matrix is read once a step.
+//! stream, norm and gate and up products joined by SiLU, the down product. Every matrix is read once a step, and a thread
+//! that is through with a phase asks for the first weights of the next one while it waits.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::attention::{self, Attend, Prepare, RopeTable};
 use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
 use super::delta::{self, Mix};
-use super::gemm::{Activations, MAX_TILE, Packed, Product, for_each_tile, max_tile};
+use super::gemm::{
+    Activations, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair, for_each_tile,
+    max_tile,
+};
 use super::isa::{Arch, Isa, Work};
 use super::lanes;
 use super::matrix::{Matrix, PANEL};
 use super::memory::{Scratch, Shared};
 use super::model::{LayerWeights, MixerWeights, Weights};
-use super::pool::Pool;
+use super::pool::{Ahead, Pool};
 use super::trace::Trace;
 use crate::Result;
 
@@ -57,8 +62,6 @@ pub struct Forward<'a> {
     pub not_finite: AtomicU64,
 }
 
-pub type TileResult = [[f32; PANEL]; MAX_TILE];
-
 impl Forward<'_> {
     fn isa(&self) -> Isa {
         self.weights.isa
@@ -84,13 +87,18 @@ impl Forward<'_> {
         for (index, layer) in weights.layers.iter().enumerate() {
             match &layer.mixer {
                 MixerWeights::Attention { small, inputs, output } => {
-                    let packed = self.attention(index, attention, layer, small, inputs)?;
-                    self.add_product("attention_out", output, &packed);
+                    let packed = self.attention(index, attention, layer, small, inputs, output)?;
+                    self.add_product(
+                        "attention_out",
+                        output,
+                        &packed,
+                        Upcoming::Pair(&layer.gate, &layer.up),
+                    );
                     attention += 1;
                 }
                 MixerWeights::DeltaNet { small, inputs, output } => {
-                    let packed = self.delta_net(index, delta, layer, small, inputs)?;
-                    self.add_product("delta_out", output, &packed);
+                    let packed = self.delta_net(index, delta, layer, small, inputs, output)?;
+                    self.add_product("delta_out", output, &packed, Upcoming::Pair(&layer.gate, &layer.up));
                     delta += 1;
                 }
             }
@@ -157,6 +165,7 @@ impl Forward<'_> {
         name: &'static str,
         matrices: &[Matrix],
         packed: &Packed,
+        next: Upcoming<'_>,
     ) -> Result<(Shared<f32>, usize)> {
         let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
         self.buffers.mixed.reserve(packed.tiling.rows * width)?;
@@ -169,28 +178,36 @@ impl Forward<'_> {
             panels += matrix.panels();
             column += matrix.rows;
         }
-        for_each_tile(self.pool, packed, panels, &|panel, tile| {
-            let which = parts.partition_point(|part| part.0 <= panel) - 1;
-            let (first, column, product) = &parts[which];
-            store_tile(product, matrices[which].rows, panel - first, tile, packed, out, width, *column);
+        let threads = self.pool.threads();
+        for_each_tile(self.pool, packed, panels, &|thread| next.of(threads, thread), &|panels, tile| {
+            for (matrix, (first, column, product)) in matrices.iter().zip(&parts) {
+                let start = panels.start.max(*first);
+                let end = panels.end.min(first + matrix.panels());
+                if start < end {
+                    let panels = start - first..end - first;
+                    store_tile(product, matrix.rows, panels, tile, packed, out, width, *column);
+                }
+            }
         });
         self.trace.products(name, started, matrices.iter(), packed.tiling.rows);
         Ok((out, width))
     }
 
     /// Adds the product to the residual stream.
-    fn add_product(&mut self, name: &'static str, matrix: &Matrix, packed: &Packed) {
+    fn add_product(&mut self, name: &'static str, matrix: &Matrix, packed: &Packed, next: Upcoming<'_>) {
         let started = self.trace.start();
         let product = Product::new(self.isa(), matrix, *packed);
         let x = self.buffers.x.ptr();
-        for_each_tile(self.pool, packed, matrix.panels(), &|panel, tile| {
+        let threads = self.pool.threads();
+        let ahead = |thread: usize| next.of(threads, thread);
+        for_each_tile(self.pool, packed, matrix.panels(), &ahead, &|panels, tile| {
             let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-            product.tile(panel, tile, &mut result);
-            let (start, count) = packed.tiling.tile(tile);
-            let rows = PANEL.min(matrix.rows - panel * PANEL);
-            for (t, result) in result.iter().enumerate().take(count) {
+            product.tile(panels.clone(), tile, &mut result);
+            for (index, result) in result.iter().enumerate().take(packed.results(&panels, tile)) {
+                let (row, panel) = packed.place(&panels, tile, index);
+                let rows = PANEL.min(matrix.rows - panel * PANEL);
                 // SAFETY: one thread computes a panel's tile and owns these elements.
-                let to = unsafe { x.part((start + t) * matrix.rows + panel * PANEL, rows) };
+                let to = unsafe { x.part(row * matrix.rows + panel * PANEL, rows) };
                 for (to, value) in to.iter_mut().zip(result) {
                     *to += value;
                 }
@@ -206,10 +223,13 @@ impl Forward<'_> {
         layer: &LayerWeights,
         small: &attention::AttentionWeights,
         inputs: &[Matrix],
+        output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
         let packed = self.norm(layer_index, &layer.input_norm, None)?;
-        let (qkv, width) = self.products("attention_in", inputs, &packed)?;
+        // The mixer between the two products reads no weights to speak of.
+        let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
+        let (qkv, width) = self.products("attention_in", inputs, &packed, next)?;
         let attention = &spec.attention;
         let size = attention.heads * attention.head_dim;
         self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
@@ -255,8 +275,10 @@ impl Forward<'_> {
         items.sort_by_key(|item| std::cmp::Reverse(batch.sequences[item.0].context + item.2.end));
         let space = Shared(self.buffers.threads.as_mut_ptr());
         // Runs of a few items stream on from one to the next; enough runs that threads end together.
-        let grain = (items.len() / (8 * self.pool.threads())).clamp(1, attention.kv_heads);
-        self.pool.split(items.len(), grain, &|range, thread| {
+        let threads = self.pool.threads();
+        let grain = (items.len() / (8 * threads)).clamp(1, attention.kv_heads);
+        let ahead = |thread: usize| next.of(threads, thread);
+        self.pool.split_before(&ahead, items.len(), grain, &|range, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
             let run = &items[range];
@@ -285,10 +307,13 @@ impl Forward<'_> {
         layer: &LayerWeights,
         small: &delta::DeltaWeights,
         inputs: &[Matrix],
+        output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
         let packed = self.norm(layer_index, &layer.input_norm, None)?;
-        let (projections, width) = self.products("delta_in", inputs, &packed)?;
+        // The mixer between the two products reads no weights to speak of.
+        let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
+        let (projections, width) = self.products("delta_in", inputs, &packed, next)?;
         let size = spec.delta_net.as_ref().map_or(0, |delta| delta.value_size());
         self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
         let output = self.buffers.mixer_rows.ptr();
@@ -309,7 +334,9 @@ impl Forward<'_> {
         let batch = self.batch;
         let started = self.trace.start();
         let space = Shared(self.buffers.threads.as_mut_ptr());
-        self.pool.split(batch.sequences.len() * delta.key_heads, 1, &|items, thread| {
+        let threads = self.pool.threads();
+        let ahead = |thread: usize| next.of(threads, thread);
+        self.pool.split_before(&ahead, batch.sequences.len() * delta.key_heads, 1, &|items, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
             for item in items {
@@ -331,17 +358,56 @@ impl Forward<'_> {
         let started = self.trace.start();
         let gate = Product::new(isa, &layer.gate, packed);
         let up = Product::new(isa, &layer.up, packed);
-        for_each_tile(self.pool, &packed, layer.gate.panels(), &|panel, tile| {
+        let threads = self.pool.threads();
+        let next = Upcoming::Matrices(std::slice::from_ref(&layer.down));
+        let ahead = |thread: usize| next.of(threads, thread);
+        for_each_tile(self.pool, &packed, layer.gate.panels(), &ahead, &|panels, tile| {
             let mut results: [TileResult; 2] = [[[0.0; PANEL]; MAX_TILE]; 2];
-            gate.tile(panel, tile, &mut results[0]);
-            up.tile(panel, tile, &mut results[1]);
-            let columns = PANEL.min(size - panel * PANEL);
+            gate.tile(panels.clone(), tile, &mut results[0]);
+            up.tile(panels.clone(), tile, &mut results[1]);
+            let column = panels.start * PANEL;
+            let columns = (panels.len() * PANEL).min(size - column);
+            let count = packed.results(&panels, tile);
             let [gate, up] = &mut results;
-            isa.run(SwiGlu { gate, up, tile, column: panel * PANEL, columns, joined: &joined });
+            isa.run(SwiGlu { gate, up, count, tile, column, columns, joined: &joined });
         });
         self.trace.products("mlp_in", started, [&layer.gate, &layer.up].into_iter(), packed.tiling.rows);
-        self.add_product("mlp_out", &layer.down, &joined);
+        self.add_product("mlp_out", &layer.down, &joined, after_layer(self.weights, layer_index));
         Ok(())
+    }
+}
+
+/// What is read first after a layer: the next one's inputs, or the head.
+fn after_layer(weights: &Weights, layer: usize) -> Upcoming<'_> {
+    match weights.layers.get(layer + 1) {
+        Some(next) => Upcoming::of_layer(next),
+        None => Upcoming::Matrices(std::slice::from_ref(weights.head())),
+    }
+}
+
+/// The weights that the phase after this one reads.
+#[derive(Clone, Copy)]
+pub enum Upcoming<'a> {
+    /// One after the other.
+    Matrices(&'a [Matrix]),
+    /// Side by side.
+    Pair(&'a Matrix, &'a Matrix),
+}
+
+impl<'a> Upcoming<'a> {
+    pub fn of_layer(layer: &'a LayerWeights) -> Self {
+        match &layer.mixer {
+            MixerWeights::Attention { inputs, .. } | MixerWeights::DeltaNet { inputs, .. } => {
+                Self::Matrices(inputs)
+            }
+        }
+    }
+
+    pub fn of(self, threads: usize, thread: usize) -> Ahead {
+        match self {
+            Self::Matrices(matrices) => first_read(matrices, threads, thread),
+            Self::Pair(a, b) => first_read_of_pair([a, b], threads, thread),
+        }
     }
 }
 
@@ -352,10 +418,10 @@ fn grain(items: usize, parts: usize) -> usize {
 
 /// Computes one tile and stores it at its rows, `column` on.
 #[allow(clippy::too_many_arguments)]
-pub fn store_tile(
+fn store_tile(
     product: &Product<'_>,
     matrix_rows: usize,
-    panel: usize,
+    panels: Range<usize>,
     tile: usize,
     packed: &Packed,
     out: Shared<f32>,
@@ -363,12 +429,12 @@ pub fn store_tile(
     column: usize,
 ) {
     let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-    product.tile(panel, tile, &mut result);
-    let (start, count) = packed.tiling.tile(tile);
-    let rows = PANEL.min(matrix_rows - panel * PANEL);
-    for (t, result) in result.iter().enumerate().take(count) {
+    product.tile(panels.clone(), tile, &mut result);
+    for (index, result) in result.iter().enumerate().take(packed.results(&panels, tile)) {
+        let (row, panel) = packed.place(&panels, tile, index);
+        let rows = PANEL.min(matrix_rows - panel * PANEL);
         // SAFETY: one thread computes a panel's tile and owns these elements.
-        let to = unsafe { out.part((start + t) * width + column + panel * PANEL, rows) };
+        let to = unsafe { out.part(row * width + column + panel * PANEL, rows) };
         to.copy_from_slice(&result[..rows]);
     }
 }
@@ -410,6 +476,8 @@ impl Work for PackTile<'_> {
 struct SwiGlu<'a> {
     gate: &'a mut TileResult,
     up: &'a TileResult,
+    /// Results that both hold.
+    count: usize,
     tile: usize,
     column: usize,
     columns: usize,
@@ -421,13 +489,16 @@ impl Work for SwiGlu<'_> {
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        let (_, tokens) = self.joined.tiling.tile(self.tile);
-        for t in 0..tokens {
+        for t in 0..self.count {
             for i in 0..PANEL {
                 self.gate[t][i] = lanes::silu::<A>(self.gate[t][i]) * self.up[t][i];
             }
         }
+        let alone = self.joined.tiling.rows == 1;
+        let value = |t: usize, i: usize| {
+            if alone { self.gate[i / PANEL][i % PANEL] } else { self.gate[t][i] }
+        };
         // SAFETY: one thread computes a panel's tile and owns these columns of it.
-        unsafe { self.joined.write(self.tile, self.column, self.columns, |t, i| self.gate[t][i]) };
+        unsafe { self.joined.write(self.tile, self.column, self.columns, value) };
     }
 }

@@ -24,6 +24,9 @@ use crate::engine::model::layout::WeightFormat;
 use crate::engine::model::weights::MatrixData;
 use crate::{Error, Result};
 
+/// Weights that a waiting thread prefetches at most: a part of the L2 that leaves room for what the current phase uses.
+const AHEAD_BYTES: usize = 192 << 10;
+
 /// Rows of a panel.
 pub const PANEL: usize = 32;
 
@@ -172,6 +175,15 @@ impl Matrix {
                 base.add(self.zeros + panel * zeros),
             )
         }
+    }
+
+    /// (start, bytes) of the weights of panels `first..first + count`, no more than are worth asking for early.
+    pub fn stream(&self, first: usize, count: usize) -> (*const u8, usize) {
+        let count = count.min(self.panels() - first);
+        if count == 0 {
+            return (std::ptr::null(), 0);
+        }
+        (self.panel(first).0, (count * self.packing.panel_bytes(self.cols).0).min(AHEAD_BYTES))
     }
 
     /// One row widened to f32, as an embedding needs it.

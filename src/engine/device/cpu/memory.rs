@@ -10,6 +10,14 @@ const HUGE_FROM: usize = 1 << 20;
 /// Every buffer can be read this far past its end (by prefetches and full-width loads of a last tile).
 pub const SLACK_BYTES: usize = 256;
 
+/// The kind of pages asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pages {
+    Default,
+    Huge,
+    Small,
+}
+
 /// Zeroed memory of `len` bytes, aligned to a page, freed on drop.
 #[derive(Debug)]
 pub struct Buffer {
@@ -28,6 +36,18 @@ impl Buffer {
     /// # Errors
     /// The system refuses the memory.
     pub fn zeroed(len: usize) -> Result<Self> {
+        Self::new(len, if len >= HUGE_FROM { Pages::Huge } else { Pages::Default })
+    }
+
+    /// As [`Buffer::zeroed`], but on the system's ordinary pages, to compare.
+    ///
+    /// # Errors
+    /// The system refuses the memory.
+    pub fn zeroed_on_small_pages(len: usize) -> Result<Self> {
+        Self::new(len, Pages::Small)
+    }
+
+    fn new(len: usize, pages: Pages) -> Result<Self> {
         let refused = || {
             Error::failed(
                 format!("cannot allocate {:.2} GiB of memory", len as f64 / (1u64 << 30) as f64),
@@ -35,7 +55,7 @@ impl Buffer {
             )
         };
         let needed = len.checked_add(SLACK_BYTES + HUGE_PAGE).ok_or_else(refused)?;
-        map(len, needed).ok_or_else(refused)
+        map(len, needed, pages).ok_or_else(refused)
     }
 
     pub fn len(&self) -> usize {
@@ -52,7 +72,7 @@ impl Buffer {
 }
 
 #[cfg(unix)]
-fn map(len: usize, needed: usize) -> Option<Buffer> {
+fn map(len: usize, needed: usize, pages: Pages) -> Option<Buffer> {
     // SAFETY: a fresh private anonymous mapping; the result is checked.
     let mapped = unsafe {
         libc::mmap(
@@ -68,19 +88,20 @@ fn map(len: usize, needed: usize) -> Option<Buffer> {
         return None;
     }
     let mapped = mapped.cast::<u8>();
-    let offset = if len >= HUGE_FROM { mapped.align_offset(HUGE_PAGE) } else { 0 };
+    let offset = if pages == Pages::Huge { mapped.align_offset(HUGE_PAGE) } else { 0 };
     // SAFETY: `needed` leaves room for an alignment of up to one huge page.
     let base = unsafe { mapped.add(offset) };
     #[cfg(target_os = "linux")]
-    if len >= HUGE_FROM {
-        // SAFETY: the range lies inside the mapping. A refusal only means ordinary pages.
-        unsafe { libc::madvise(base.cast(), needed - offset, libc::MADV_HUGEPAGE) };
+    if pages != Pages::Default {
+        let advice = if pages == Pages::Huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        // SAFETY: the range lies inside the mapping. A refusal only means pages of the system's choice.
+        unsafe { libc::madvise(base.cast(), needed - offset, advice) };
     }
     Some(Buffer { base, len, mapped, mapped_len: needed })
 }
 
 #[cfg(not(unix))]
-fn map(len: usize, needed: usize) -> Option<Buffer> {
+fn map(len: usize, needed: usize, _pages: Pages) -> Option<Buffer> {
     let layout = std::alloc::Layout::from_size_align(needed, 4096).ok()?;
     // SAFETY: the layout has a size above 0.
     let mapped = unsafe { std::alloc::alloc_zeroed(layout) };

@@ -86,6 +86,14 @@ impl CpuDevice {
     pub fn set_math(&mut self, math: CpuMath) {
         self.math = math;
     }
+
+    /// A block of `bytes` that this device's threads read between other work, to measure the ceiling of the moment.
+    ///
+    /// # Errors
+    /// The system refuses the memory.
+    pub fn probe(&self, bytes: usize) -> Result<ceilings::Probe> {
+        ceilings::Probe::new(&self.pool, Isa::detect(), bytes)
+    }
 }
 
 /// The CPU's model name as the system gives it.

@@ -31,6 +31,8 @@ pub struct LayerWeights {
 }
 
 pub struct Weights {
+    /// Dropped first.
+    _fence: Fence,
     pub layout: ModelLayout,
     pub math: CpuMath,
     pub isa: Isa,
@@ -39,6 +41,15 @@ pub struct Weights {
     head: Option<Matrix>,
     pub final_norm: Vec<f32>,
     pub layers: Vec<LayerWeights>,
+}
+
+/// Threads read weights ahead while they wait; before the weights are freed all must be past that.
+struct Fence(Arc<Mutex<Pool>>);
+
+impl Drop for Fence {
+    fn drop(&mut self) {
+        lock(&self.0).run(&|_| ());
+    }
 }
 
 impl Weights {
@@ -248,6 +259,7 @@ impl CpuModel {
         let head = if spec.tied_head { None } else { Some(loader.linear(Role::Head)?) };
         let final_norm = loader.norm("norm.weight", spec.hidden_size)?;
         let weights = Weights {
+            _fence: Fence(Arc::clone(pool)),
             layout: layout.clone(),
             math: options.cpu_math,
             isa: Isa::detect(),

@@ -7,10 +7,11 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
 use super::batch::{OwnedWant, Sequence};
-use super::forward::{Forward, TileResult};
-use super::gemm::{MAX_TILE, Product, for_each_tile};
+use super::forward::{Forward, Upcoming};
+use super::gemm::{MAX_TILE, Product, TileResult, for_each_tile};
 use super::matrix::PANEL;
 use super::memory::{Scratch, Shared};
+use super::pool::Ahead;
 use crate::engine::device::SequenceOutput;
 use crate::engine::sampling::{self, Sampler};
 use crate::{Error, Result};
@@ -102,19 +103,23 @@ impl<'a, 'b> Head<'a, 'b> {
         self.buffers.panels.reserve(rows.len() * panels)?;
         let (logits, largest) = (self.buffers.logits.ptr(), self.buffers.panels.ptr());
         let product = Product::new(weights.isa, head, packed);
-        for_each_tile(forward.pool, &packed, panels, &|panel, tile| {
+        let threads = forward.pool.threads();
+        // The next step starts with the first layer.
+        let ahead = |thread: usize| {
+            let first = weights.layers.first().map(Upcoming::of_layer);
+            first.map_or(Ahead::NOTHING, |first| first.of(threads, thread))
+        };
+        for_each_tile(forward.pool, &packed, panels, &ahead, &|run, tile| {
             let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-            product.tile(panel, tile, &mut result);
-            let (start, count) = packed.tiling.tile(tile);
-            let columns = PANEL.min(vocab - panel * PANEL);
-            let sampled = real.saturating_sub(panel * PANEL).min(columns);
-            for (t, result) in result.iter().enumerate().take(count) {
+            product.tile(run.clone(), tile, &mut result);
+            for (index, result) in result.iter().enumerate().take(packed.results(&run, tile)) {
+                let (row, panel) = packed.place(&run, tile, index);
+                let columns = PANEL.min(vocab - panel * PANEL);
+                let sampled = real.saturating_sub(panel * PANEL).min(columns);
                 // SAFETY: one thread computes a panel's tile and owns these elements.
                 unsafe {
-                    logits
-                        .part((start + t) * vocab + panel * PANEL, columns)
-                        .copy_from_slice(&result[..columns]);
-                    largest.part((start + t) * panels + panel, 1)[0] = panel_max(&result[..sampled]);
+                    logits.part(row * vocab + panel * PANEL, columns).copy_from_slice(&result[..columns]);
+                    largest.part(row * panels + panel, 1)[0] = panel_max(&result[..sampled]);
                 }
             }
         });

@@ -5,6 +5,10 @@
 //! for: a busy neighbour on a core costs its share of time and no more, where threads that meet at a barrier would wait for
 //! a descheduled one at every phase. The calling thread is one of the workers.
 //!
+//! Each thread owns a run of a phase's items, which it takes front to back, so that what lies in order in memory is read
+//! in order; a thread that is through takes from the back of the others' runs. Since a thread knows where its next run
+//! will begin, it reads that into its cache while it waits ([`Ahead`]), and the memory is never idle between phases.
+//!
 //! Which thread takes which part of a phase never decides a result: every output is computed by one thread alone.
 
 use std::cell::UnsafeCell;
@@ -15,8 +19,97 @@ use std::thread::{JoinHandle, Thread};
 /// Turns of the spin loop before a thread parks: some tens of microseconds.
 const SPIN_TURNS: u32 = 3000;
 
-/// A phase: called once on every thread with the thread's index.
-type Phase<'a> = &'a (dyn Fn(usize) + Sync);
+/// A phase: called once on every thread with the thread's index; gives what the thread reads first in the next one.
+type Phase<'a> = &'a (dyn Fn(usize) -> Ahead + Sync);
+
+/// Memory that a thread will read soon: up to two streams side by side, (start, bytes).
+#[derive(Debug, Clone, Copy)]
+pub struct Ahead([(*const u8, usize); 2]);
+
+impl Ahead {
+    pub const NOTHING: Self = Self([(std::ptr::null(), 0); 2]);
+
+    /// # Safety
+    /// The memory stays readable and unchanged until the thread has entered another phase: before it is freed, all must
+    /// have met in [`Pool::run`].
+    pub unsafe fn new(streams: [(*const u8, usize); 2]) -> Self {
+        Self(streams)
+    }
+
+    /// Brings the next lines of each stream into the caches; false when there is nothing left.
+    #[inline]
+    fn read(&mut self, lines: usize) -> bool {
+        let mut any = false;
+        for (at, bytes) in &mut self.0 {
+            for _ in 0..lines {
+                if *bytes == 0 {
+                    break;
+                }
+                // SAFETY: promised where this was made.
+                unsafe { touch_line(*at) };
+                *at = at.wrapping_add(LINE);
+                *bytes = bytes.saturating_sub(LINE);
+                any = true;
+            }
+        }
+        any
+    }
+}
+
+const LINE: usize = 64;
+/// Lines of each stream read in one turn of the spin loop.
+const LINES_A_TURN: usize = 2;
+/// Lines of each stream that the caller asks for before it goes on alone: as many as a core can wait for at once.
+const LINES_BEFORE_LEAVING: usize = 16;
+
+/// Brings a line into the caches, by a load that nothing waits for: some CPUs drop most of the prefetches that follow each
+/// other closely.
+///
+/// # Safety
+/// `at` can be read, and nobody writes there meanwhile.
+#[inline(always)]
+pub unsafe fn touch_line(at: *const u8) {
+    // SAFETY: promised by the caller.
+    unsafe { std::ptr::read_volatile(at) };
+}
+
+/// The items that a thread owns in a phase still untaken: start in the low half, end in the high one. Alone on its lines.
+#[repr(align(128))]
+struct Untaken(AtomicU64);
+
+impl Untaken {
+    fn set(&self, items: std::ops::Range<usize>) {
+        self.0.store((items.end as u64) << 32 | items.start as u64, Ordering::Relaxed);
+    }
+
+    /// Takes up to `count` items from the front, or from the back.
+    #[inline]
+    fn take(&self, count: usize, front: bool) -> Option<std::ops::Range<usize>> {
+        let mut now = self.0.load(Ordering::Relaxed);
+        loop {
+            let (start, end) = ((now & 0xffff_ffff) as usize, (now >> 32) as usize);
+            if start >= end {
+                return None;
+            }
+            let count = count.min(end - start);
+            let (taken, left) = if front {
+                (start..start + count, start + count..end)
+            } else {
+                (end - count..end, start..end - count)
+            };
+            let next = (left.end as u64) << 32 | left.start as u64;
+            match self.0.compare_exchange_weak(now, next, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(taken),
+                Err(found) => now = found,
+            }
+        }
+    }
+}
+
+/// The run of `items` that a thread owns.
+pub fn share(items: usize, threads: usize, thread: usize) -> std::ops::Range<usize> {
+    items * thread / threads..items * (thread + 1) / threads
+}
 
 struct Shared {
     /// The phase of the current epoch. Written by the caller before the gate shows the epoch.
@@ -46,6 +139,7 @@ unsafe impl Send for Shared {}
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    untaken: Vec<Untaken>,
 }
 
 impl Pool {
@@ -70,8 +164,9 @@ impl Pool {
                 .ok()
         };
         // A system that refuses a thread gives a smaller pool, not a failure.
-        let workers = (0..helpers).map_while(spawn).collect();
-        Self { shared, workers }
+        let workers: Vec<_> = (0..helpers).map_while(spawn).collect();
+        let untaken = (0..=workers.len()).map(|_| Untaken(AtomicU64::new(0))).collect();
+        Self { shared, workers, untaken }
     }
 
     pub fn threads(&self) -> usize {
@@ -80,18 +175,22 @@ impl Pool {
 
     /// Calls `phase` once on every thread and returns when all have finished.
     pub fn run(&mut self, phase: &(dyn Fn(usize) + Sync)) {
-        self.launch(phase, true);
+        let phase = |thread: usize| {
+            phase(thread);
+            Ahead::NOTHING
+        };
+        if self.workers.is_empty() {
+            phase(0);
+        } else {
+            self.launch(&phase, true);
+        }
     }
 
     /// Runs a phase on this thread and, if `all`, on every worker, else on those that come before this thread is done.
-    fn launch(&mut self, phase: &(dyn Fn(usize) + Sync), all: bool) {
-        if self.workers.is_empty() {
-            phase(0);
-            return;
-        }
+    fn launch(&self, phase: Phase<'_>, all: bool) {
         let shared = &*self.shared;
         // SAFETY: the lifetime is extended only until this function returns, and it returns after every worker that
-        // entered the phase has left it and no other can enter. `&mut self` keeps a second caller out.
+        // entered the phase has left it and no other can enter. Callers hold `&mut self`, which keeps a second one out.
         unsafe {
             *shared.phase.get() = Some(std::mem::transmute::<Phase<'_>, Phase<'static>>(phase));
             *shared.caller.get() = Some(std::thread::current());
@@ -104,13 +203,15 @@ impl Pool {
         } else {
             (shared.gate.fetch_or(CLOSED, Ordering::SeqCst) & ENTERED) as usize
         };
-        wait_until(|| shared.left.load(Ordering::SeqCst) == entered, &shared.caller_asleep);
+        let mut ahead = *own.as_ref().unwrap_or(&Ahead::NOTHING);
+        wait_until(|| shared.left.load(Ordering::SeqCst) == entered, &shared.caller_asleep, &mut ahead);
         // Workers that come late find the gate closed.
         shared.gate.fetch_or(CLOSED, Ordering::SeqCst);
         if let Err(panic) = own {
             std::panic::resume_unwind(panic);
         }
         assert!(!shared.panicked.load(Ordering::Relaxed), "a worker thread of the CPU device panicked");
+        ahead.read(LINES_BEFORE_LEAVING);
     }
 
     /// Shows the next epoch at the gate and wakes who sleeps.
@@ -125,31 +226,47 @@ impl Pool {
         }
     }
 
-    /// Splits `0..items` into runs of `grain` that threads take as they come free, and calls `body` with each run.
+    /// Splits `0..items` over the threads, which take `grain` at a time, and calls `body` with each run taken.
     pub fn split(
         &mut self,
         items: usize,
         grain: usize,
         body: &(dyn Fn(std::ops::Range<usize>, usize) + Sync),
     ) {
+        self.split_before(&|_| Ahead::NOTHING, items, grain, body);
+    }
+
+    /// As [`Pool::split`], before a phase in which thread t first reads `ahead(t)`.
+    pub fn split_before(
+        &mut self,
+        ahead: &(dyn Fn(usize) -> Ahead + Sync),
+        items: usize,
+        grain: usize,
+        body: &(dyn Fn(std::ops::Range<usize>, usize) + Sync),
+    ) {
         let grain = grain.max(1);
-        if items <= grain {
-            if items > 0 {
-                body(0..items, 0);
-            }
+        let threads = self.threads();
+        if items <= grain || threads == 1 {
+            (0..items).step_by(grain).for_each(|start| body(start..items.min(start + grain), 0));
             return;
         }
-        let next = AtomicUsize::new(0);
-        let take = |thread: usize| {
-            loop {
-                let start = next.fetch_add(grain, Ordering::Relaxed);
-                if start >= items {
-                    break;
-                }
-                body(start..(start + grain).min(items), thread);
+        assert!(items < 1 << 32, "too many items of work");
+        for (thread, untaken) in self.untaken.iter().enumerate() {
+            untaken.set(share(items, threads, thread));
+        }
+        let untaken = &self.untaken;
+        let phase = |thread: usize| {
+            while let Some(range) = untaken[thread].take(grain, true) {
+                body(range, thread);
             }
+            for other in 1..threads {
+                while let Some(range) = untaken[(thread + other) % threads].take(grain, false) {
+                    body(range, thread);
+                }
+            }
+            ahead(thread)
         };
-        self.launch(&take, false);
+        self.launch(&phase, false);
     }
 }
 
@@ -167,9 +284,14 @@ impl Drop for Pool {
 
 fn work(shared: &Shared, index: usize) {
     let mut seen = 0;
+    let mut ahead = Ahead::NOTHING;
     let epoch_of = |gate: u64| (gate >> 32) as u32;
     loop {
-        wait_until(|| epoch_of(shared.gate.load(Ordering::SeqCst)) != seen, &shared.asleep[index]);
+        wait_until(
+            || epoch_of(shared.gate.load(Ordering::SeqCst)) != seen,
+            &shared.asleep[index],
+            &mut ahead,
+        );
         if shared.stop.load(Ordering::SeqCst) {
             return;
         }
@@ -189,9 +311,10 @@ fn work(shared: &Shared, index: usize) {
         let (phase, caller) = unsafe { (*shared.phase.get(), (*shared.caller.get()).clone()) };
         if let Some(phase) = phase {
             let run = std::panic::AssertUnwindSafe(|| phase(index + 1));
-            if std::panic::catch_unwind(run).is_err() {
+            ahead = std::panic::catch_unwind(run).unwrap_or_else(|_| {
                 shared.panicked.store(true, Ordering::Relaxed);
-            }
+                Ahead::NOTHING
+            });
         }
         shared.left.fetch_add(1, Ordering::SeqCst);
         if shared.caller_asleep.load(Ordering::SeqCst)
@@ -202,13 +325,16 @@ fn work(shared: &Shared, index: usize) {
     }
 }
 
-/// Spins, then parks until `done`. Whoever makes `done` true must afterwards read `asleep` and unpark.
-fn wait_until(done: impl Fn() -> bool, asleep: &AtomicBool) {
+/// Spins, reading ahead while there is something to, then parks until `done`. Whoever makes `done` true must afterwards
+/// read `asleep` and unpark.
+fn wait_until(done: impl Fn() -> bool, asleep: &AtomicBool, ahead: &mut Ahead) {
     for _ in 0..SPIN_TURNS {
         if done() {
             return;
         }
-        std::hint::spin_loop();
+        if !ahead.read(LINES_A_TURN) {
+            std::hint::spin_loop();
+        }
     }
     asleep.store(true, Ordering::SeqCst);
     while !done() {
@@ -224,11 +350,16 @@ mod tests {
     #[test]
     fn every_item_is_visited_once_whatever_the_threads() {
         for threads in [1, 2, 5] {
+            let next = vec![0u8; 4096];
             let mut pool = Pool::new(threads);
-            for items in [0, 1, 7, 1000] {
+            for items in [0, 1, 2, 7, 1000] {
                 let visits: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
-                pool.split(items, 3, &|range, thread| {
-                    assert!(thread < threads);
+                // What is read ahead may end anywhere, also in the middle of a line.
+                let streams = |thread: usize| [(next[thread..].as_ptr(), 1000 + thread), (next.as_ptr(), 0)];
+                // SAFETY: `next` outlives the pool.
+                let ahead = |thread: usize| unsafe { Ahead::new(streams(thread)) };
+                pool.split_before(&ahead, items, 3, &|range, thread| {
+                    assert!(thread < threads && range.len() <= 3);
                     for item in range {
                         visits[item].fetch_add(1, Ordering::Relaxed);
                     }

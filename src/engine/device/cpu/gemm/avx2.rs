@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Element, Tile, TileFn};
+use super::{Element, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -23,6 +23,16 @@ fn pick<const E: u8>(tokens: usize) -> TileFn {
         dense_tile::<E, 5, 2>,
         dense_tile::<E, 6, 2>,
     ][tokens - 1]
+}
+
+/// One token, 1 to 3 panels.
+pub fn rows_of(element: Element) -> [RowsFn; ROW_PANELS] {
+    match element {
+        Element::F32 => [rows::<0, 1>, rows::<0, 2>, rows::<0, 3>],
+        Element::F16 => [rows::<1, 1>, rows::<1, 2>, rows::<1, 3>],
+        Element::Bf16 => [rows::<2, 1>, rows::<2, 2>, rows::<2, 3>],
+        Element::Bf16Pairs => [rows::<3, 1>, rows::<3, 2>, rows::<3, 3>],
+    }
 }
 
 pub fn int4(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
@@ -124,6 +134,47 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
                 for (v, sum) in sum.iter().enumerate() {
                     _mm256_storeu_ps(out.add(t * tile.out_stride + 8 * v), *sum);
                 }
+            }
+        }
+    }
+}
+
+/// One token times N panels side by side, each a stream that the hardware prefetches by itself.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
+    // SAFETY: the contract of `RowsFn` covers every access below.
+    unsafe {
+        let mut sums = [[_mm256_setzero_ps(); 4]; N];
+        if E == 3 {
+            let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            for k in 0..rows.cols.div_ceil(2) {
+                let even_x = _mm256_set1_ps(*rows.x.add(2 * k));
+                let odd_x = _mm256_set1_ps(*rows.x.add(2 * k + 1));
+                for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        let words = _mm256_loadu_si256(panel.add(128 * k + 32 * v).cast());
+                        let even = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
+                        let odd = _mm256_castsi256_ps(_mm256_and_si256(words, odd));
+                        *sum = _mm256_fmadd_ps(odd, odd_x, _mm256_fmadd_ps(even, even_x, *sum));
+                    }
+                }
+            }
+        } else {
+            let size = if E == 0 { 4 } else { 2 };
+            for k in 0..rows.cols {
+                let x = _mm256_set1_ps(*rows.x.add(k));
+                for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
+                    // A few columns ahead: further the hardware is faster.
+                    _mm_prefetch::<_MM_HINT_T0>(panel.wrapping_add((32 * k + 128) * size).cast());
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = _mm256_fmadd_ps(load::<E>(panel.add((32 * k + 8 * v) * size)), x, *sum);
+                    }
+                }
+            }
+        }
+        for (n, sums) in sums.iter().enumerate() {
+            for (v, sum) in sums.iter().enumerate() {
+                _mm256_storeu_ps(rows.out.add(32 * n + 8 * v), *sum);
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Element, Tile, TileFn};
+use super::{Element, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -32,6 +32,21 @@ fn pick<const E: u8>(tokens: usize) -> TileFn {
         dense_tile::<E, 11>,
         dense_tile::<E, 12>,
     ][tokens - 1]
+}
+
+/// One token, 1 to 3 panels.
+pub fn rows_of(element: Element) -> [RowsFn; ROW_PANELS] {
+    match element {
+        Element::F32 => [rows::<0, 1>, rows::<0, 2>, rows::<0, 3>],
+        Element::F16 => [rows::<1, 1>, rows::<1, 2>, rows::<1, 3>],
+        Element::Bf16 => [rows::<2, 1>, rows::<2, 2>, rows::<2, 3>],
+        Element::Bf16Pairs => [rows::<3, 1>, rows::<3, 2>, rows::<3, 3>],
+    }
+}
+
+/// The same in bf16 arithmetic.
+pub fn bf16_rows_of() -> [RowsFn; ROW_PANELS] {
+    [bf16_rows::<1>, bf16_rows::<2>, bf16_rows::<3>]
 }
 
 pub fn int4(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
@@ -202,6 +217,71 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
             }
         }
         store_sums(tile, &sums);
+    }
+}
+
+/// One token times N panels side by side, each a stream that the hardware prefetches by itself.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
+    // SAFETY: the contract of `RowsFn` covers every access below.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; N];
+        if E == 3 {
+            let odd = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            for k in 0..rows.cols.div_ceil(2) {
+                let even_x = _mm512_set1_ps(*rows.x.add(2 * k));
+                let odd_x = _mm512_set1_ps(*rows.x.add(2 * k + 1));
+                for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        let words = _mm512_loadu_si512(panel.add(128 * k + 64 * v).cast());
+                        let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
+                        let odd = _mm512_castsi512_ps(_mm512_and_si512(words, odd));
+                        *sum = _mm512_fmadd_ps(odd, odd_x, _mm512_fmadd_ps(even, even_x, *sum));
+                    }
+                }
+            }
+        } else {
+            let size = if E == 0 { 4 } else { 2 };
+            for k in 0..rows.cols {
+                let x = _mm512_set1_ps(*rows.x.add(k));
+                for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = _mm512_fmadd_ps(load::<E>(panel.add((32 * k + 16 * v) * size)), x, *sum);
+                    }
+                }
+            }
+        }
+        store_rows(rows, &sums);
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn bf16_rows<const N: usize>(rows: &Rows) {
+    // SAFETY: the contract of `RowsFn` covers every access below.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; N];
+        for k in 0..rows.cols.div_ceil(2) {
+            let x = as_bf16(_mm512_set1_epi32(*rows.x.cast::<i32>().add(k)));
+            for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    let pairs = as_bf16(_mm512_loadu_si512(panel.add(128 * k + 64 * v).cast()));
+                    *sum = _mm512_dpbf16_ps(*sum, pairs, x);
+                }
+            }
+        }
+        store_rows(rows, &sums);
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store_rows<const N: usize>(rows: &Rows, sums: &[[__m512; 2]; N]) {
+    for (n, sums) in sums.iter().enumerate() {
+        // SAFETY: `out` holds N rows of 32, by the contract of `RowsFn`.
+        unsafe {
+            _mm512_storeu_ps(rows.out.add(32 * n), sums[0]);
+            _mm512_storeu_ps(rows.out.add(32 * n + 16), sums[1]);
+        }
     }
 }
 

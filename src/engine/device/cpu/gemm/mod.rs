@@ -16,10 +16,12 @@ mod portable;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use super::isa::Isa;
 use super::matrix::{Matrix, PANEL, Packing};
 use super::memory::{Scratch, Shared};
-use super::pool::Pool;
+use super::pool::{Ahead, Pool, share};
 use crate::Result;
 use crate::engine::config::CpuMath;
 
@@ -68,6 +70,26 @@ pub struct Tile {
     pub ahead_high: *const u8,
 }
 
+/// Panels that one token takes side by side: a core reads several streams faster than one, and their sums are more than
+/// the latency of a multiply-add asks for. Twelve AVX2 registers hold the sums of three.
+pub const ROW_PANELS: usize = 3;
+
+/// One token times up to [`ROW_PANELS`] panels of a dense matrix.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows {
+    /// Start of each panel.
+    pub panels: [*const u8; ROW_PANELS],
+    pub cols: usize,
+    /// [cols] f32; for bf16 arithmetic [cols/2] pairs of bf16.
+    pub x: *const f32,
+    /// [panels][32] sums.
+    pub out: *mut f32,
+}
+
+/// # Safety
+/// As [`TileFn`]; the panels are as many as the function was chosen for.
+pub type RowsFn = unsafe fn(&Rows);
+
 /// How far ahead of the column at hand weights are prefetched, bytes.
 const PREFETCH_BYTES: usize = 2048;
 
@@ -114,6 +136,27 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::dense(element, tokens),
         _ => portable::dense(element, tokens),
+    }
+}
+
+/// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them.
+fn rows(isa: Isa, packing: Packing, math: CpuMath) -> Option<[RowsFn; ROW_PANELS]> {
+    match (isa, packing, math) {
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Packing::F16, _) => Some(avx512::rows_of(Element::F16)),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Packing::Bf16, CpuMath::F32) => Some(avx512::rows_of(Element::Bf16Pairs)),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Packing::Bf16, CpuMath::Bf16) => Some(avx512::bf16_rows_of()),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2, Packing::F32, _) => Some(avx2::rows_of(Element::F32)),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2, Packing::F16, _) => Some(avx2::rows_of(Element::F16)),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2, Packing::Bf16, _) => Some(avx2::rows_of(Element::Bf16Pairs)),
+        _ => None,
     }
 }
 
@@ -261,6 +304,13 @@ impl Packed {
         // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
         let out =
             unsafe { self.values.part(start * self.padded + first * tokens, (columns + padding) * tokens) };
+        if tokens == 1 {
+            // The same without a loop over one token, which the compiler vectorises.
+            let (out, padding) = out.split_at_mut(columns);
+            out.iter_mut().enumerate().for_each(|(i, out)| *out = value(0, i));
+            padding.fill(0.0);
+            return;
+        }
         for (i, out) in out.chunks_exact_mut(tokens).enumerate() {
             for (t, out) in out.iter_mut().enumerate() {
                 *out = if i < columns { value(t, i) } else { 0.0 };
@@ -279,8 +329,29 @@ impl Packed {
         for (t, part) in parts.iter_mut().enumerate().take(tokens) {
             *part = &rows[t * stride..t * stride + self.cols];
         }
+        if tokens == 1 {
+            let row = parts[0];
+            // SAFETY: as below.
+            return unsafe { self.write(tile, 0, self.cols, |_, i| row[i]) };
+        }
         // SAFETY: promised by the caller; a whole tile ends at the last column.
         unsafe { self.write(tile, 0, self.cols, |t, i| parts[t][i]) };
+    }
+
+    /// (row, panel) of result `index` of a tile: of a lone row there is one for each panel, else there is one panel and one
+    /// for each row of the tile.
+    #[inline(always)]
+    pub fn place(&self, panels: &Range<usize>, tile: usize, index: usize) -> (usize, usize) {
+        match self.tiling.rows {
+            1 => (0, panels.start + index),
+            _ => (self.tiling.tile(tile).0 + index, panels.start),
+        }
+    }
+
+    /// Results of a tile.
+    #[inline(always)]
+    pub fn results(&self, panels: &Range<usize>, tile: usize) -> usize {
+        if self.tiling.rows == 1 { panels.len() } else { self.tiling.tile(tile).1 }
     }
 
     #[inline(always)]
@@ -309,7 +380,12 @@ pub struct Product<'a> {
     packed: Packed,
     small: TileFn,
     larger: TileFn,
+    /// For a lone row.
+    rows: Option<[RowsFn; ROW_PANELS]>,
 }
+
+/// Results of a product's tile: of its rows, or of several panels for a lone row (see [`Packed::place`]).
+pub type TileResult = [[f32; PANEL]; MAX_TILE];
 
 impl<'a> Product<'a> {
     pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed) -> Self {
@@ -329,12 +405,41 @@ impl<'a> Product<'a> {
             }
         };
         let small = packed.tiling.small;
-        Self { matrix, packed, small: choose(small), larger: choose((small + 1).min(max_tile(isa))) }
+        let rows = if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math) } else { None };
+        Self { matrix, packed, small: choose(small), larger: choose((small + 1).min(max_tile(isa))), rows }
     }
 
-    /// Row t of a tile's result is `out[t]`: 32 rows of the matrix.
+    /// A tile of one panel, or of up to [`ROW_PANELS`] for a lone row; 32 rows of the matrix each.
     #[inline]
-    pub fn tile(&self, panel: usize, tile: usize, out: &mut [[f32; PANEL]; MAX_TILE]) {
+    pub fn tile(&self, panels: Range<usize>, tile: usize, out: &mut TileResult) {
+        match &self.rows {
+            Some(functions) => {
+                let mut starts = [std::ptr::null(); ROW_PANELS];
+                for (start, panel) in starts.iter_mut().zip(panels.clone()) {
+                    *start = self.matrix.panel(panel).0;
+                }
+                let rows = Rows {
+                    panels: starts,
+                    cols: self.matrix.cols,
+                    x: self.packed.tile_values(tile),
+                    out: out.as_mut_ptr().cast(),
+                };
+                // SAFETY: as in `one_panel`; there are as many panels as the function takes, 1 to ROW_PANELS.
+                unsafe { functions[panels.len() - 1](&rows) };
+            }
+            None if self.packed.tiling.rows == 1 => {
+                for (index, panel) in panels.enumerate() {
+                    self.one_panel(panel, tile, &mut out[index..]);
+                }
+            }
+            None => self.one_panel(panels.start, tile, out),
+        }
+    }
+
+    /// Row t of a tile's result is `out[t]`, which has room for the tile's rows.
+    #[inline]
+    fn one_panel(&self, panel: usize, tile: usize, out: &mut [[f32; PANEL]]) {
+        debug_assert!(self.packed.tiling.tile(tile).1 <= out.len());
         let (weights, scales, zeros) = self.matrix.panel(panel);
         let (half, group) = match self.matrix.packing {
             Packing::F32 => (64, 0),
@@ -354,7 +459,7 @@ impl<'a> Product<'a> {
             _ => weights,
         };
         // SAFETY: the panel and the packed tile hold `cols` columns (padded to pairs where the packing has pairs),
-        // `out` has MAX_TILE rows of 32, and the functions were chosen for this CPU.
+        // `out` has 32 values for each row of the tile, and the functions were chosen for this CPU.
         unsafe {
             run(&Tile {
                 w0: weights,
@@ -378,25 +483,57 @@ impl<'a> Product<'a> {
 /// Bytes of packed activations that should stay in a core's L2 while panels pass by.
 const ACTIVATION_BLOCK_BYTES: usize = 384 << 10;
 
-/// Calls `body(panel, tile)` for every tile of every panel, split over the threads by panels, so that each panel is read
-/// from memory once for each block of activations that fits the L2 (once in all, for a decode step).
-pub fn for_each_tile(pool: &mut Pool, packed: &Packed, panels: usize, body: &(dyn Fn(usize, usize) + Sync)) {
+/// Calls `body(panels, tile)` for every tile of every panel (of up to [`ROW_PANELS`] side by side for a lone row), split over
+/// the threads by panels, so that each panel is read from memory once for each block of activations that fits the L2
+/// (once in all, for a decode step). `ahead` is what each thread reads first in the phase that follows.
+pub fn for_each_tile(
+    pool: &mut Pool,
+    packed: &Packed,
+    panels: usize,
+    ahead: &(dyn Fn(usize) -> Ahead + Sync),
+    body: &(dyn Fn(Range<usize>, usize) + Sync),
+) {
     let tiling = packed.tiling;
+    if tiling.rows == 1 {
+        return pool.split_before(ahead, panels, ROW_PANELS, &|panels, _| body(panels, 0));
+    }
     let tile_bytes = (tiling.rows * packed.padded * 4 / tiling.tiles).max(1);
-    let block_tiles = (ACTIVATION_BLOCK_BYTES / tile_bytes).clamp(1, tiling.tiles);
-    let blocks = tiling.tiles.div_ceil(block_tiles);
-    // A few runs a thread: long enough to stream, short enough that a thread that lost its core delays little.
-    let grain = if blocks > 1 { 1 } else { (panels / (4 * pool.threads())).max(1) };
-    let runs = panels.div_ceil(grain);
-    pool.split(blocks * runs, 1, &|range, _| {
+    let most = (ACTIVATION_BLOCK_BYTES / tile_bytes).clamp(1, tiling.tiles);
+    let blocks = tiling.tiles.div_ceil(most);
+    let block_tiles = tiling.tiles.div_ceil(blocks);
+    pool.split_before(ahead, blocks * panels, 1, &|range, _| {
         for job in range {
-            let (block, run) = (job / runs, job % runs);
-            let tiles = block * block_tiles..((block + 1) * block_tiles).min(tiling.tiles);
-            for panel in run * grain..((run + 1) * grain).min(panels) {
-                for tile in tiles.clone() {
-                    body(panel, tile);
-                }
+            let (block, panel) = (job / panels, job % panels);
+            for tile in block * block_tiles..((block + 1) * block_tiles).min(tiling.tiles) {
+                body(panel..panel + 1, tile);
             }
         }
     });
+}
+
+/// What each thread reads first of matrices whose panels are taken one matrix after the other, where all panels are split
+/// over `threads`.
+pub fn first_read(matrices: &[Matrix], threads: usize, thread: usize) -> Ahead {
+    let panels = matrices.iter().map(Matrix::panels).sum();
+    let own = share(panels, threads, thread);
+    let mut first = own.start;
+    for matrix in matrices {
+        if first < matrix.panels() {
+            // SAFETY: weights never change, and are fenced before they are freed (`model::Fence`).
+            return unsafe { Ahead::new([matrix.stream(first, own.len()), (std::ptr::null(), 0)]) };
+        }
+        first -= matrix.panels();
+    }
+    Ahead::NOTHING
+}
+
+/// As [`first_read`] for two matrices read side by side.
+pub fn first_read_of_pair(pair: [&Matrix; 2], threads: usize, thread: usize) -> Ahead {
+    let own = share(pair[0].panels(), threads, thread);
+    let streams = pair.map(|matrix| {
+        let (start, bytes) = matrix.stream(own.start, own.len());
+        (start, bytes / 2)
+    });
+    // SAFETY: as above.
+    unsafe { Ahead::new(streams) }
 }

@@ -65,14 +65,16 @@ fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: CpuMath) 
     }
     let product = Product::new(isa, matrix, packed);
     let mut all = vec![vec![0f32; matrix.rows]; tokens];
-    for panel in 0..matrix.panels() {
+    let together = if tokens == 1 { ROW_PANELS } else { 1 };
+    for first in (0..matrix.panels()).step_by(together) {
+        let panels = first..matrix.panels().min(first + together);
         for tile in 0..packed.tiling.tiles {
             let mut out = [[0f32; PANEL]; MAX_TILE];
-            product.tile(panel, tile, &mut out);
-            let (start, count) = packed.tiling.tile(tile);
-            for t in 0..count {
+            product.tile(panels.clone(), tile, &mut out);
+            for (index, out) in out.iter().enumerate().take(packed.results(&panels, tile)) {
+                let (row, panel) = packed.place(&panels, tile, index);
                 for lane in 0..PANEL.min(matrix.rows - panel * PANEL) {
-                    all[start + t][panel * PANEL + lane] = out[t][lane];
+                    all[row][panel * PANEL + lane] = out[lane];
                 }
             }
         }
@@ -95,7 +97,7 @@ fn assert_equal(what: &str, isa: Isa, found: f32, right: f32) {
 #[test]
 fn dense_tiles_are_chains_of_multiply_adds() {
     for format in [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16] {
-        for (rows, cols) in [(1, 1), (32, 16), (45, 7), (70, 50), (96, 129)] {
+        for (rows, cols) in [(1, 1), (32, 16), (45, 7), (70, 50), (96, 129), (150, 20)] {
             let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
             let mut weights = vec![0f32; cols];
             let x = noise(2, 30 * cols);
