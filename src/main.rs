@@ -2,12 +2,10 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use inferwall::cli::{self, output};
 
 fn main() -> ExitCode {
-    let arguments = cli::Arguments::parse();
-    match cli::run(arguments) {
+    match cli::parse().and_then(cli::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::print_error(&error);

@@ -88,7 +88,7 @@ pub fn predict(arm: &SimulatedArm, device: &SimDevice, prompts: &[usize]) -> Res
     let mut flood = arm.clone();
     flood.load.request_rate = Rate::FLOOD;
     flood.load.concurrency = None;
-    flood.load.warmup = WarmUp { prompts: Count::Exact(0), max_rounds: 0 };
+    flood.load.warmup = WarmUp { prompts: Count::Exact(0), ..WarmUp::default() };
     // One request tells the pools, and so the seats and the size of the flood.
     flood.load.prompts = Count::Exact(1);
     let single = flood.run(device)?;

@@ -77,7 +77,7 @@ fn draw(format: Format, rows: &[DiffRow]) -> Result<String> {
                 percent(row.change),
                 interval,
                 row.p.map_or(DASH.to_string(), p_value),
-                row.more.effect_size.map_or(DASH.to_string(), number),
+                row.effect_size.map_or(DASH.to_string(), number),
                 row.verdict.to_string(),
             ]
         })

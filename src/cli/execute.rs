@@ -28,6 +28,9 @@ use crate::{Error, Result};
 /// The experiment name of a sweep.
 pub const SWEEP: &str = "sweep";
 
+/// The experiment name of a search for the highest rate.
+pub const SATURATE: &str = "saturate";
+
 /// The load a sweep starts from; any of it can be set.
 pub const SWEEP_SPEC: &str = include_str!("sweep.toml");
 
@@ -44,7 +47,16 @@ pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     match &flags.resume {
         None if flags.force => Err(Error::invalid("--force without --resume", "--force belongs to --resume")),
         None => Ok(None),
-        Some(folder) => Ok(Some(RunRecord::read(folder)?.options)),
+        Some(folder) => {
+            let earlier = RunRecord::read(folder)?;
+            if earlier.experiment == SATURATE {
+                return Err(Error::invalid(
+                    format!("{} is a search for the highest rate", folder.display()),
+                    format!("continue it with `inferwall saturate --resume {}`", folder.display()),
+                ));
+            }
+            Ok(Some(earlier.options))
+        }
     }
 }
 
@@ -236,12 +248,19 @@ fn resume(path: &Path, record: &mut RunRecord, force: bool) -> Result<ResultsFol
             "give the flags it was started with (or none), start a new run, or mix them with --force, which marks it",
         ));
     }
+    let folder = continue_in(path, &earlier, record)?;
+    record.forced.extend(differences);
+    Ok(folder)
+}
+
+/// Opens the folder of an earlier run and takes over what its record says of the past.
+pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> Result<ResultsFolder> {
     let folder = ResultsFolder::reopen(path)?;
     record.started.clone_from(&earlier.started);
     record.resumed = earlier.resumed.clone();
     record.resumed.push(record::now());
     record.forced = earlier.forced.clone();
-    record.forced.extend(differences);
+    record.warnings = earlier.warnings.clone();
     for model in &mut record.models {
         if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
             model.load_s = before.load_s;

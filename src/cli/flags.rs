@@ -43,6 +43,10 @@ pub struct PlanFlags {
     #[arg(long, value_name = "KNOB=VALUE")]
     pub set: Vec<String>,
 
+    /// Set a key of every arm's load that is no knob, in TOML: 'replay = { file = "trace.csv" }', 'arrivals = "constant"'
+    #[arg(long, value_name = "KEY=TOML")]
+    pub load: Vec<String>,
+
     /// Run every arm this often, arms inside repeats
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
@@ -73,6 +77,9 @@ impl PlanFlags {
         options.prompts = self.prompts.or(options.prompts);
         if !self.set.is_empty() {
             options.set.clone_from(&self.set);
+        }
+        if !self.load.is_empty() {
+            options.load.clone_from(&self.load);
         }
         options.repeats = self.repeats.or(options.repeats);
         options.seed = self.seed.or(options.seed);

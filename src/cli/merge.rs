@@ -34,8 +34,8 @@ pub struct MergeFlags {
 }
 
 /// Files with rows, summary.csv last as in a run.
-const FILES: [&str; 6] =
-    ["populations.csv", "checks.csv", "requests.csv", "tokens.csv", "steps.csv", "summary.csv"];
+const FILES: [&str; 7] =
+    ["cold.csv", "populations.csv", "checks.csv", "requests.csv", "tokens.csv", "steps.csv", "summary.csv"];
 
 impl MergeFlags {
     pub fn run(self) -> Result<()> {

@@ -21,6 +21,7 @@ pub mod saturate;
 pub mod session;
 pub mod show;
 pub mod sweep;
+pub mod usage;
 
 use clap::{Parser, Subcommand};
 
@@ -68,6 +69,14 @@ enum Command {
     Merge(merge::MergeFlags),
     /// Make report.md and report.html of results folders anew
     Report(report::ReportFlags),
+}
+
+/// The command line as typed. Asking for help or the version prints it and ends the process.
+///
+/// # Errors
+/// [`crate::Error::Invalid`] for an unknown command or flag, with the nearest one.
+pub fn parse() -> Result<Arguments> {
+    Arguments::try_parse().map_err(|error| usage::explained(&error))
 }
 
 /// # Errors

@@ -1,39 +1,38 @@
 //! `inferwall saturate`: the highest request rate that keeps limits on latency.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde_json::json;
 
-use super::execute::{self, SWEEP, SWEEP_SPEC};
+use super::execute::{self, SATURATE, SWEEP, SWEEP_SPEC};
 use super::flags::{Format, PlanFlags};
 use super::output;
 use super::progress::Bar;
-use crate::experiment::folder::ResultsFolder;
-use crate::experiment::plan::{self, Cell, Plan, PlanOptions};
+use crate::experiment::folder::{RUN_FILE, ResultsFolder};
+use crate::experiment::plan::{self, Cell, Plan, PlanOptions, SearchSpan};
 use crate::experiment::prepare::{Prepared, prepare, prepare_more};
-use crate::experiment::record::{self, Status};
+use crate::experiment::record::{self, RunRecord, Status};
 use crate::experiment::runner::{Loaded, Progress, Runner};
 use crate::experiment::{device, interrupt, spec};
-use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation, SearchOptions, search};
-use crate::report::numbers::{DASH, number, optional};
-use crate::report::table;
+use crate::measure::saturate::{SearchOptions, search};
+use crate::measure::summary::Summary;
+use crate::report;
 use crate::workload::slo::Slo;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
 pub struct SaturateFlags {
-    /// Limits in milliseconds, for example ttft_p99=500,itl_p99=100
+    /// Limits in milliseconds, for example ttft_p99=500,itl_p99=100 (may be left out with --resume)
     #[arg(long, value_name = "LIMITS")]
-    slo: String,
+    slo: Option<String>,
 
-    /// Rate to begin at, requests a second
-    #[arg(long, value_name = "RATE", default_value_t = 1.0)]
-    start: f64,
+    /// Rate to begin at, requests a second (1 unless said)
+    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
+    start: Option<f64>,
 
-    /// End when the rates on both sides of the answer differ by this share
-    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
-    precision: f64,
+    /// End when the rates on both sides of the answer differ by this share (0.05 unless said)
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
+    precision: Option<f64>,
 
     #[command(flatten)]
     plan: PlanFlags,
@@ -41,6 +40,10 @@ pub struct SaturateFlags {
     /// Folder that results go under
     #[arg(long, value_name = "DIR", default_value = execute::DEFAULT_ROOT)]
     out: PathBuf,
+
+    /// Continue the search in this folder
+    #[arg(long, value_name = "RUN")]
+    resume: Option<PathBuf>,
 
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
@@ -51,35 +54,31 @@ const PROMPTS: usize = 200;
 
 impl SaturateFlags {
     pub fn run(self) -> Result<()> {
-        let slo: Slo = self.slo.parse()?;
-        if !(self.start > 0.0 && self.start.is_finite() && self.precision > 0.0 && self.precision < 1.0) {
-            return Err(Error::invalid(
-                format!("--start {} --precision {} is out of bounds", self.start, self.precision),
-                "the start is a rate above 0, the precision a share between 0 and 1",
-            ));
-        }
-        let mut options = PlanOptions { experiment: SWEEP.to_string(), ..PlanOptions::default() };
-        options.sweep = vec![("request_rate".to_string(), self.start.to_string())];
-        self.plan.lay_over(&mut options)?;
-        options.prompts.get_or_insert(PROMPTS);
+        let earlier = self.resume.as_deref().map(read_earlier).transpose()?;
+        let (options, span) = self.options(earlier.as_ref())?;
+        let slo: Slo = options.slo.as_deref().unwrap_or_default().parse()?;
         let (rig, reason) = device::rig(&options.device)?;
         let experiments = spec::parse(SWEEP_SPEC, "the sweep's own load")?;
         let mut plan = plan::build_sweep(spec::find(&experiments, SWEEP)?, &options, &rig)?;
-        plan.experiment = "saturate".to_string();
         plan.question = format!("What is the highest request rate that keeps {slo}?");
-        plan.arms[0].load.slo = slo.clone();
 
         let mut device = device::open(&options.device, plan.arms[0].engine.threads)?.device;
         let mut prepared = prepare(&plan, device.as_ref())?;
         let mut record = execute::new_record(&options, &plan, device.as_ref(), &prepared, &reason);
-        let mut folder = ResultsFolder::create(&self.out, &plan.experiment, &rig.id, &record.plan_hash)?;
-        folder.replace("run.json", &record.json()?)?;
-        interrupt::set_hint(format!("the rates tried so far are in {}", folder.path().display()));
+        let mut folder = match (&self.resume, &earlier) {
+            (Some(path), Some(earlier)) => resume(path, earlier, &mut record)?,
+            _ => ResultsFolder::create(&self.out, &plan.experiment, &rig.id, &record.plan_hash)?,
+        };
+        folder.replace(RUN_FILE, &record.json()?)?;
+        interrupt::set_hint(format!(
+            "the rates tried so far are kept; continue with `inferwall saturate --resume {}`",
+            folder.path().display()
+        ));
 
         let search_options = SearchOptions {
             slo,
-            start: self.start,
-            precision: self.precision,
+            start: span.start,
+            precision: span.precision,
             most_repeats: options.repeats.unwrap_or(5) as u32,
             ..SearchOptions::default()
         };
@@ -87,7 +86,18 @@ impl SaturateFlags {
         let mut loaded: Option<Loaded> = None;
         let mut bar = Bar::new();
         let found = search(&search_options, |rate, repeat| {
+            let arms = plan.arms.len();
             let arm = arm_of(&mut plan, &rate.to_string(), rate, &mut prepared, device.as_ref())?;
+            let cell = Cell { arm, repeat: repeat as usize };
+            // The search goes by what it finds, so a resumed one asks for the same rates in the same order.
+            if folder.finished().contains(&cell) {
+                return finished_row(&folder, &plan.arms[arm].name, repeat);
+            }
+            if plan.arms.len() > arms {
+                // A search that is killed leaves every arm that has rows in its plan.
+                record.plan = plan.clone();
+                folder.replace(RUN_FILE, &record.json()?)?;
+            }
             let ceilings = record.ceilings;
             let mut runner = Runner {
                 plan: &plan,
@@ -100,7 +110,6 @@ impl SaturateFlags {
                 until: None,
                 progress: &mut bar,
             };
-            let cell = Cell { arm, repeat: repeat as usize };
             let summary = runner.run_cell(&mut loaded, cell, (arm + 1, arm + 1))?;
             summary.ok_or_else(|| Error::failed("the arm was left out", ""))
         });
@@ -110,16 +119,99 @@ impl SaturateFlags {
             record.warnings.extend(state.warnings());
         }
         record.ended = Some(record::now());
-        record.status = if found.is_ok() { Status::Complete } else { Status::Interrupted };
+        record.status = match &found {
+            Ok(_) => Status::Complete,
+            Err(Error::Interrupted { .. }) => Status::Interrupted,
+            Err(_) => Status::Failed,
+        };
         record.plan_hash = plan.hash();
+        record.arms = prepared.arm_records(&plan);
         record.plan = plan;
-        let saved = record.json().and_then(|json| folder.replace("run.json", &json));
+        let saved = record.json().and_then(|json| folder.replace(RUN_FILE, &json));
         let found = found?;
         saved?;
-        output::data(&render(self.format, &found)?)?;
+        output::data(&report::saturate::render(self.format, &found)?)?;
         output::note(&format!("results: {}", folder.path().display()));
         Ok(())
     }
+
+    /// The flags given, over those of the search that is continued.
+    fn options(&self, earlier: Option<&RunRecord>) -> Result<(PlanOptions, SearchSpan)> {
+        let mut options = earlier.map(|record| record.options.clone()).unwrap_or_default();
+        options.experiment = SATURATE.to_string();
+        options.slo = self.slo.clone().or(options.slo);
+        if options.slo.is_none() {
+            return Err(Error::invalid(
+                "there are no limits to keep",
+                "give --slo, for example --slo ttft_p99=500,itl_p99=100",
+            ));
+        }
+        let before = options.search.unwrap_or(SearchSpan { start: 1.0, precision: 0.05 });
+        let span = SearchSpan {
+            start: self.start.unwrap_or(before.start),
+            precision: self.precision.unwrap_or(before.precision),
+        };
+        let precision_ok = span.precision > 0.0 && span.precision < 1.0;
+        if !(span.start > 0.0 && span.start.is_finite() && precision_ok) {
+            return Err(Error::invalid(
+                format!("--start {} --precision {} is out of bounds", span.start, span.precision),
+                "the start is a rate above 0, the precision a share between 0 and 1",
+            ));
+        }
+        if self.plan.shard.is_some() {
+            return Err(Error::invalid(
+                "saturate cannot be sharded: each rate follows from what the one before did",
+                "leave out --shard",
+            ));
+        }
+        options.search = Some(span);
+        options.sweep = vec![("request_rate".to_string(), span.start.to_string())];
+        self.plan.lay_over(&mut options)?;
+        options.prompts.get_or_insert(PROMPTS);
+        Ok((options, span))
+    }
+}
+
+fn read_earlier(path: &Path) -> Result<RunRecord> {
+    let earlier = RunRecord::read(path)?;
+    if earlier.experiment != SATURATE {
+        return Err(Error::invalid(
+            format!("{} is a run of {}, not of saturate", path.display(), earlier.experiment),
+            "continue it with `inferwall run --resume` or `inferwall sweep --resume`",
+        ));
+    }
+    Ok(earlier)
+}
+
+/// Opens the folder of a search that was interrupted, if this one would have asked for the same rates.
+fn resume(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> Result<ResultsFolder> {
+    // The arms after the first came with the search.
+    let mut begun = earlier.clone();
+    begun.plan.arms.truncate(1);
+    begun.plan_hash = begun.plan.hash();
+    let mut differences = begun.differences(record);
+    if begun.options.search != record.options.search {
+        differences.push("start or precision".to_string());
+    }
+    if !differences.is_empty() {
+        return Err(Error::invalid(
+            format!("{} cannot be continued: {}", path.display(), differences.join("; ")),
+            "give the flags it was started with (or none), or start a new search",
+        ));
+    }
+    execute::continue_in(path, earlier, record)
+}
+
+/// The row that a finished cell left.
+fn finished_row(folder: &ResultsFolder, arm: &str, repeat: u32) -> Result<Summary> {
+    let path = folder.file("summary.csv");
+    let rows: Vec<Summary> = report::csv::read(&path)?;
+    rows.into_iter().find(|row| row.arm == arm && row.repeat == repeat).ok_or_else(|| {
+        Error::invalid(
+            format!("{} has no row of arm `{arm}`, repeat {repeat}, which cells.jsonl names", path.display()),
+            "the folder is of another search, or damaged: start a new one",
+        )
+    })
 }
 
 /// The arm of a rate, made when it is first asked for.
@@ -141,59 +233,4 @@ fn arm_of(
     plan.arms.push(arm);
     prepare_more(plan, prepared, device)?;
     Ok(plan.arms.len() - 1)
-}
-
-fn render(format: Format, found: &Saturation) -> Result<String> {
-    if format == Format::Json {
-        let one = |judged: &Option<Judged>| {
-            judged.as_ref().map(|judged| {
-                json!({"rate": judged.rate, "certain": judged.certain, "confidence": CONFIDENCE,
-                       "basis": judged.basis(), "goodput": judged.goodput(),
-                       "repeats": judged.repeats.len()})
-            })
-        };
-        let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks)});
-        return Ok(serde_json::to_string_pretty(&answer).unwrap_or_default() + "\n");
-    }
-    let rows: Vec<Vec<String>> = found
-        .tried
-        .iter()
-        .map(|judged| {
-            // Means, as the judgement itself goes by them.
-            let mean = |value: fn(&crate::measure::summary::Summary) -> Option<f64>| {
-                let values: Vec<f64> = judged.repeats.iter().filter_map(value).collect();
-                (!values.is_empty()).then(|| crate::measure::statistics::mean(&values))
-            };
-            vec![
-                number(judged.rate.per_s()),
-                if judged.judgement == Judgement::Keeps { "keeps" } else { "breaks" }.to_string(),
-                judged.basis().to_string(),
-                judged.repeats.len().to_string(),
-                optional(mean(|summary| summary.ttft_p99_ms)),
-                optional(mean(|summary| summary.itl_p99_ms)),
-                optional(judged.goodput()),
-            ]
-        })
-        .collect();
-    let header = ["rate", "limits", "confidence", "repeats", "TTFT p99", "ITL p99", "goodput"];
-    let mut text = table::render(format, &header, &rows, &[0, 3, 4, 5, 6])?;
-    if matches!(format, Format::Table | Format::Md) {
-        text += &match (&found.keeps, &found.breaks) {
-            (Some(keeps), breaks) => format!(
-                "\n{} requests/s keep the limits (goodput {}); {}\n",
-                number(keeps.rate.per_s()),
-                optional(keeps.goodput()),
-                breaks.as_ref().map_or("no rate that was tried breaks them".to_string(), |breaks| {
-                    format!("{} break them", number(breaks.rate.per_s()))
-                })
-            ),
-            (None, _) => format!("\nno rate that was tried keeps the limits ({DASH})\n"),
-        };
-        text += &format!(
-            "confidence: `{} %`, one-sided, of the mean over repeats; `twofold`: one repeat, clear of a limit by a factor \
-             of two; `by the means`: still open after the last repeat\n",
-            CONFIDENCE * 100.0
-        );
-    }
-    Ok(text)
 }

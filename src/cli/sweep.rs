@@ -4,6 +4,7 @@ use clap::Args;
 
 use super::execute::{self, Request};
 use super::flags::{PlanFlags, RunOutputFlags};
+use crate::experiment::knobs;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -35,6 +36,8 @@ impl SweepFlags {
     pub fn run(self) -> Result<()> {
         let mut options = execute::recorded_options(&self.output)?.unwrap_or_default();
         options.experiment = execute::SWEEP.to_string();
+        // A name that no knob has is what is wrong, whatever else is.
+        self.knob.iter().try_for_each(|knob| knobs::find(knob).map(|_| ()))?;
         if self.knob.len() != self.values.len() {
             return Err(Error::invalid(
                 format!("{} --knob and {} --values were given", self.knob.len(), self.values.len()),

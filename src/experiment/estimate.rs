@@ -35,7 +35,8 @@ fn arm_seconds(arm: &Arm, rig: &Rig) -> Option<f64> {
     }
     let seats = arm.engine.max_num_seqs;
     let prompts = load.prompts.resolve(seats);
-    let warm = load.warmup.prompts.resolve(seats) * load.warmup.max_rounds;
+    // Further rounds are short.
+    let warm = load.warmup.prompts.resolve(seats) * load.warmup.max_rounds.min(1);
     let flood_s = |requests: usize| {
         let batch = requests.min(seats).min(load.concurrency.unwrap_or(usize::MAX)).max(1);
         let waves = requests.div_ceil(batch) as f64;

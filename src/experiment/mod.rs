@@ -14,3 +14,4 @@ pub mod record;
 pub mod runner;
 pub mod spec;
 pub mod target;
+pub mod warm;

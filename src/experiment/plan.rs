@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
 use super::knobs::{self, Knob, Section, Setting};
-use super::spec::{ArmSpec, ClaimSpec, ExperimentSpec, Rig};
+use super::spec::{self, ArmSpec, ClaimSpec, ExperimentSpec, Rig};
 use crate::engine::config::EngineConfig;
 use crate::workload::slo::Slo;
 use crate::workload::spec::LoadSpec;
@@ -32,6 +32,9 @@ pub struct PlanOptions {
     pub slo: Option<String>,
     pub model: Option<String>,
     pub set: Vec<String>,
+    /// Keys of the load with their values in TOML, for what no knob says: `ramp = { shape = "linear", to = 8 }`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub load: Vec<String>,
     pub repeats: Option<usize>,
     pub seed: Option<u64>,
     pub quick: bool,
@@ -40,6 +43,16 @@ pub struct PlanOptions {
     pub sweep: Vec<(String, String)>,
     /// Pair the values of a sweep's knobs instead of crossing them.
     pub zip: bool,
+    /// Of `saturate`, where the search begins and ends.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub search: Option<SearchSpan>,
+}
+
+/// The rate a search begins at, requests a second, and the share by which the rates on both sides of its answer differ.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SearchSpan {
+    pub start: f64,
+    pub precision: f64,
 }
 
 /// The i-th of n parts of a plan, i from 1.
@@ -173,6 +186,7 @@ impl Base {
             lay_values(&mut base.values, &table.values);
             lay(&mut base.load, &table.load);
             base.repeats = table.repeats.unwrap_or(base.repeats);
+            base.arms = table.arms.clone().unwrap_or(base.arms);
         }
         base
     }
@@ -299,6 +313,23 @@ fn zipped(axes: &[(&'static Knob, Vec<Setting>)]) -> Result<Vec<Point>> {
         .collect())
 }
 
+/// What one `--load` says.
+fn load_keys(text: &str) -> Result<Table> {
+    let wrong = |error: toml::de::Error| {
+        let message = error.message().replace('\n', " ");
+        let hint = spec::nearest_expected(&message).map_or_else(
+            || {
+                "write a key of the load as in experiments.toml: --load 'replay = { file = \"trace.csv\" }'"
+                    .to_string()
+            },
+            |nearest| format!("did you mean `{nearest}`?"),
+        );
+        Error::invalid(format!("--load {text}: {message}"), hint)
+    };
+    toml::from_str::<LoadSpec>(text).map_err(wrong)?;
+    toml::from_str(text).map_err(wrong)
+}
+
 fn empty_arm() -> ArmSpec {
     ArmSpec {
         name: None,
@@ -340,6 +371,9 @@ fn resolve(
         let limits: Slo = limits.parse()?;
         let limits = limits.limits().map(|limit| (limit.name.to_string(), limit.limit_ms.into()));
         load.insert("slo".to_string(), Value::Table(limits.collect()));
+    }
+    for text in &options.load {
+        lay(&mut load, &load_keys(text)?);
     }
     for (knob, setting) in axis {
         knob.set(&mut engine, &mut load, setting);
@@ -403,8 +437,11 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
     if repeats == 0 {
         return Err(Error::invalid("--repeats 0 asks for no runs", "give 1 or more"));
     }
-    let altered =
-        !options.set.is_empty() || options.prompts.is_some() || options.model.is_some() || options.quick;
+    let altered = !options.set.is_empty()
+        || !options.load.is_empty()
+        || options.prompts.is_some()
+        || options.model.is_some()
+        || options.quick;
     Ok(Plan {
         experiment: options.experiment.clone(),
         question: spec.question.clone(),
@@ -423,7 +460,6 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
 mod tests {
     use super::*;
     use crate::engine::device::DeviceKind;
-    use crate::experiment::spec;
 
     const TOML: &str = r#"
 [a]

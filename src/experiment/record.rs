@@ -154,9 +154,9 @@ impl RunRecord {
                 "it was written by another version, or is damaged",
             )
         })?;
-        if record.schema != SCHEMA {
+        if !(1..=SCHEMA).contains(&record.schema) {
             return Err(Error::invalid(
-                format!("{} has schema {}, this version reads {SCHEMA}", path.display(), record.schema),
+                format!("{} has schema {}, this version reads 1 to {SCHEMA}", path.display(), record.schema),
                 "use the version that wrote it",
             ));
         }
@@ -178,6 +178,7 @@ impl RunRecord {
                 all.push(format!("{what}: {one} against {two}"));
             }
         };
+        compare("schema", &self.schema.to_string(), &other.schema.to_string());
         compare("plan", &self.plan_hash, &other.plan_hash);
         compare("build", &self.build, &other.build);
         compare("device", &self.device.id, &other.device.id);

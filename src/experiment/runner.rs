@@ -4,7 +4,7 @@
 //! or settings. On a virtual clock every cell opens its own session, so that its times start at 0 and a resumed run
 //! gives the same bits as an undisturbed one.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::drive::{Submission, drive};
 use super::folder::{RUN_FILE, ResultsFolder};
@@ -13,29 +13,24 @@ use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
 use super::record::{RunRecord, SkippedArm, build_id};
 use super::target::Embedded;
+use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
 use crate::measure::checks::check_rows;
-use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
-use crate::measure::rows::CheckRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
-use crate::measure::warmup::Stationarity;
 use crate::report::chrome_trace::ChromeTrace;
 use crate::report::csv::{self, rows};
 use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};
-
-/// Clocks and temperatures move slower than this; a reading takes well under a millisecond.
-const GPU_READING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How a run tells of its progress. Nothing of it is data.
 pub trait Progress {
@@ -74,6 +69,8 @@ pub struct Loaded {
     model: Box<dyn Model>,
     clock: Clock,
     session: Option<OpenSession>,
+    /// Nothing has run on it yet.
+    fresh: bool,
 }
 
 struct OpenSession {
@@ -88,23 +85,6 @@ impl Runner<'_> {
     /// # Errors
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
     pub fn run(&mut self) -> Result<Ending> {
-        let monitor =
-            WhichGpu::of(self.device.info()).map(|gpu| GpuMonitor::start(gpu, GPU_READING_INTERVAL));
-        let outcome = self.run_cells();
-        match monitor {
-            Some(Ok(monitor)) => {
-                if let Some(state) = monitor.stop() {
-                    self.record.device.facts.extend(state.facts());
-                    self.record.warnings.extend(state.warnings());
-                }
-            }
-            Some(Err(reason)) => self.record.warnings.push(reason),
-            None => {}
-        }
-        outcome
-    }
-
-    fn run_cells(&mut self) -> Result<Ending> {
         let mut loaded: Option<Loaded> = None;
         let mut trace = self.trace.then(ChromeTrace::default);
         let cells = self.plan.cells();
@@ -220,7 +200,14 @@ impl Runner<'_> {
                     self.save_record()?;
                 }
                 let clock = self.device.clock();
-                *loaded = Some(Loaded { reference: arm.model.clone(), options, model, clock, session: None });
+                *loaded = Some(Loaded {
+                    reference: arm.model.clone(),
+                    options,
+                    model,
+                    clock,
+                    session: None,
+                    fresh: true,
+                });
                 Ok(true)
             }
             Err(error @ Error::Invalid { .. }) if arm.optional => {
@@ -281,29 +268,23 @@ impl Runner<'_> {
         };
         let (delay_s, gap_s) = self.device.submission_delay_s();
         let submission = Submission { delay_s, gap_s };
+        let after_load = std::mem::replace(&mut loaded.fresh, false);
         let engine = self.session(loaded, ready)?;
         engine.set_trace(false);
 
-        let mut stationarity = Stationarity::default();
         // A simulated device has nothing to warm.
-        let rounds = if self.device.info().simulated() { 0 } else { arm.load.warmup.max_rounds };
-        let mut warmed = 0;
-        for round in 0..rounds {
-            let Some(warmup) = prepare::warmup(self.plan, arm, model, cell.repeat, round)? else { break };
-            self.progress.begin(position, of, &format!("{what}: warm-up"), warmup.requests.len() as u64);
-            let progress = &mut *self.progress;
-            let record = drive(&mut Embedded { engine }, warmup, Submission::default(), &mut |done| {
-                progress.advance(done as u64)
-            })?;
-            if let Some(model) = self.record.models.iter_mut().find(|model| model.reference == arm.model) {
-                let cold_ms = record.steps.first().map(|step| step.wall_s * 1e3);
-                model.cold_step_ms = model.cold_step_ms.or(cold_ms);
-            }
-            warmed += 1;
-            record.steps.iter().for_each(|step| stationarity.observe(&step.report));
-            if stationarity.is_stationary() {
-                break;
-            }
+        let mut warmed = if self.device.info().simulated() {
+            WarmUp::default()
+        } else {
+            let label = format!("{what}: warm-up");
+            warm_up(engine, self.plan, arm, model, cell, self.progress, (&label, (position, of)))?
+        };
+        if let Some(cold) = &mut warmed.cold {
+            cold.after_load = after_load;
+        }
+        if let Some(model) = self.record.models.iter_mut().find(|model| model.reference == arm.model) {
+            let cold_ms = warmed.cold.as_ref().and_then(|cold| cold.first_step_ms);
+            model.cold_step_ms = model.cold_step_ms.or(cold_ms);
         }
 
         let expected = schedule.requests.len() as u64;
@@ -312,8 +293,7 @@ impl Runner<'_> {
         let progress = &mut *self.progress;
         let record =
             drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
-        let warm = stationarity.check_row(&arm.name, cell.repeat as u32, warmed, arm.load.warmup.max_rounds);
-        self.write(cell, &record, offered_rate, warm)
+        self.write(cell, &record, offered_rate, warmed)
     }
 
     fn write(
@@ -321,7 +301,7 @@ impl Runner<'_> {
         cell: Cell,
         record: &ArmRecord,
         offered_rate: Option<Rate>,
-        warm: Option<CheckRow>,
+        warmed: WarmUp,
     ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
@@ -331,13 +311,13 @@ impl Runner<'_> {
         let summary = summarize(record, &label, &conditions);
         let limited = arm.load.concurrency.is_some();
         let mut checks = check_rows(record, &arm.name, repeat, limited);
-        checks.extend(warm);
+        checks.extend(warmed.check);
         for check in checks.iter().filter(|check| check.status == "warning") {
             self.record
                 .warnings
                 .push(format!("{}, repeat {repeat}: {}: {}", arm.name, check.check, check.note));
         }
-        let files = [
+        let mut files = vec![
             ("populations.csv", rows(population_rows(record, &arm.name, repeat))?),
             ("checks.csv", rows(&checks)?),
             ("requests.csv", rows(record.request_rows(&arm.name, repeat))?),
@@ -345,6 +325,12 @@ impl Runner<'_> {
             ("steps.csv", rows(record.step_rows(&arm.name, repeat))?),
             ("summary.csv", rows([&summary])?),
         ];
+        // Once an arm: later repeats find warm what an earlier one warmed.
+        if cell.repeat == self.first_repeat(&self.plan.cells(), cell.arm)
+            && let Some(cold) = &warmed.cold
+        {
+            files.insert(0, ("cold.csv", rows([cold])?));
+        }
         self.folder.append(cell, &files)?;
         self.progress.line(&overview::one_line(&summary, self.plan.repeats));
         Ok(summary)

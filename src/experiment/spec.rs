@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
 use super::knobs;
@@ -49,7 +50,7 @@ pub struct ExperimentSpec<L = Table, E = Table> {
     #[serde(default)]
     pub rig: BTreeMap<RigKey, Override<L, E>>,
     /// What `--quick` does differently on every rig.
-    pub quick: Option<QuickOverride<L>>,
+    pub quick: Option<QuickOverride<L, E>>,
     #[serde(default)]
     pub claims: Vec<ClaimSpec>,
 }
@@ -132,17 +133,22 @@ pub struct Override<L = Table, E = Table> {
     pub repeats: Option<usize>,
     /// In place of the experiment's arms.
     pub arms: Option<Vec<ArmSpec<L, E>>>,
-    pub quick: Option<QuickOverride<L>>,
+    pub quick: Option<QuickOverride<L, E>>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields, bound(deserialize = "L: Default + Deserialize<'de>"))]
-pub struct QuickOverride<L = Table> {
+#[serde(
+    deny_unknown_fields,
+    bound(deserialize = "L: Default + Deserialize<'de>, E: Default + Deserialize<'de>")
+)]
+pub struct QuickOverride<L = Table, E = Table> {
     #[serde(default)]
     pub values: Vec<Value>,
     #[serde(default)]
     pub load: L,
     pub repeats: Option<usize>,
+    /// In place of the arms.
+    pub arms: Option<Vec<ArmSpec<L, E>>>,
 }
 
 /// A published or physical statement, checked on every run. The number it speaks of is `metric` of `arm` (of one of its
@@ -199,22 +205,36 @@ pub type Experiments = BTreeMap<String, ExperimentSpec>;
 /// [`Error::Invalid`] with file, line and column.
 pub fn parse(text: &str, file: &str) -> Result<Experiments> {
     let broken = |error: toml::de::Error| {
-        let place = error.span().map_or_else(String::new, |span| {
-            let (line, column) = line_and_column(text, span.start);
-            format!(":{line}:{column}")
-        });
+        let place = error.span().map_or_else(String::new, |span| line_and_column(text, span.start));
         let message = error.message().replace('\n', " ");
-        Error::invalid(
-            format!("{file}{place}: {message}"),
-            "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, rig, quick, claims",
-        )
+        let hint = nearest_expected(&message).map_or_else(
+            || {
+                "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, rig, \
+                 quick, claims"
+                    .to_string()
+            },
+            |nearest| format!("did you mean `{nearest}`?"),
+        );
+        Error::invalid(format!("{file}{place}: {message}"), hint)
     };
     toml::from_str::<BTreeMap<String, ExperimentSpec<LoadSpec, EngineConfig>>>(text).map_err(broken)?;
     let experiments: Experiments = toml::from_str(text).map_err(broken)?;
     for (name, spec) in &experiments {
-        check(name, spec).map_err(|error| error.context(format!("{file}: [{name}]")))?;
+        check(name, spec).map_err(|Wrong { path, error }| {
+            let place = place_of(text, name, &path);
+            error.context(format!("{file}{place}: [{name}]"))
+        })?;
     }
     Ok(experiments)
+}
+
+/// The name that serde would have taken which is closest to the one it did not: its message lists them all.
+pub(super) fn nearest_expected(message: &str) -> Option<String> {
+    let (found, expected) = message.split_once(", expected")?;
+    let quoted =
+        |text: &str| -> Vec<String> { text.split('`').skip(1).step_by(2).map(str::to_string).collect() };
+    let found = quoted(found).pop().filter(|_| message.starts_with("unknown "))?;
+    knobs::nearest(&found, quoted(expected).iter().map(String::as_str)).map(str::to_string)
 }
 
 /// The experiments built in, or those of a file.
@@ -240,66 +260,101 @@ pub fn find<'a>(experiments: &'a Experiments, name: &str) -> Result<&'a Experime
     })
 }
 
+/// Something that the types let pass, and where in the experiment's table it is: keys, and places in lists.
+struct Wrong {
+    path: Vec<String>,
+    error: Error,
+}
+
+type Checked = std::result::Result<(), Wrong>;
+
+fn wrong(path: &[&str], fact: impl Into<String>, hint: impl Into<String>) -> Checked {
+    at::<()>(path, Err(Error::invalid(fact, hint)))
+}
+
+fn at<T>(path: &[&str], result: Result<T>) -> Checked {
+    let path = || path.iter().map(|key| (*key).to_string()).collect();
+    result.map(|_| ()).map_err(|error| Wrong { path: path(), error })
+}
+
 /// What the types cannot say: names of knobs, their values, and what a claim must hold.
-fn check(name: &str, spec: &ExperimentSpec) -> Result<()> {
+fn check(name: &str, spec: &ExperimentSpec) -> Checked {
     if name.is_empty()
         || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         || name.starts_with('.')
     {
-        return Err(Error::invalid(
-            "the name of an experiment is also a folder: use letters, digits, `-`, `_` and `.`",
-            "rename the table",
-        ));
+        let fact = "the name of an experiment is also a folder: use letters, digits, `-`, `_` and `.`";
+        return wrong(&[], fact, "rename the table");
     }
-    let check_values = |knob: Option<&String>, values: &[Value]| -> Result<()> {
-        match knob {
-            None if values.is_empty() => Ok(()),
-            None => Err(Error::invalid("`values` without a `knob`", "add knob = \"...\"")),
-            Some(knob) => {
-                let knob = knobs::find(knob)?;
-                values.iter().try_for_each(|value| knob.from_toml(value).map(|_| ()))
-            }
-        }
-    };
-    check_values(spec.knob.as_ref(), &spec.values)?;
+    let knob = spec.knob.as_deref();
+    check_values(knob, &[], &spec.values, &["values"])?;
     if let Some(baseline) = &spec.baseline {
-        check_values(spec.knob.as_ref(), std::slice::from_ref(baseline))?;
+        check_value(knob, baseline, &["baseline"])?;
     }
     if spec.values.is_empty() && spec.arms.is_empty() {
-        return Err(Error::invalid(
-            "neither `values` nor `arms`",
-            "give the knob's values, or a list of arms",
-        ));
+        return wrong(&[], "neither `values` nor `arms`", "give the knob's values, or a list of arms");
     }
     if spec.repeats == Some(0) {
-        return Err(Error::invalid("repeats = 0", "repeats must be 1 or more"));
+        return wrong(&["repeats"], "repeats = 0", "repeats must be 1 or more");
     }
     if let Some(quick) = &spec.quick {
-        check_values(spec.knob.as_ref(), &quick.values)?;
+        check_values(knob, &[], &quick.values, &["quick", "values"])?;
+        check_arms(knob, quick.arms.as_deref().unwrap_or_default(), &["quick"])?;
     }
-    let mut all_arms: Vec<&ArmSpec> = spec.arms.iter().collect();
-    for rig in spec.rig.values() {
-        check_values(spec.knob.as_ref(), &rig.values)?;
+    check_arms(knob, &spec.arms, &[])?;
+    for (RigKey(key), rig) in &spec.rig {
+        check_values(knob, &[], &rig.values, &["rig", key, "values"])?;
         if let Some(quick) = &rig.quick {
-            check_values(spec.knob.as_ref(), &quick.values)?;
+            check_values(knob, &[], &quick.values, &["rig", key, "quick", "values"])?;
+            check_arms(knob, quick.arms.as_deref().unwrap_or_default(), &["rig", key, "quick"])?;
         }
-        all_arms.extend(rig.arms.iter().flatten());
+        check_arms(knob, rig.arms.as_deref().unwrap_or_default(), &["rig", key])?;
     }
-    for arm in all_arms {
-        check_values(arm.knob.as_ref().or(spec.knob.as_ref()), &arm.values)?;
+    for (index, claim) in spec.claims.iter().enumerate() {
+        at(&["claims", &index.to_string()], check_claim(claim))?;
+    }
+    Ok(())
+}
+
+fn check_arms(knob: Option<&str>, arms: &[ArmSpec], path: &[&str]) -> Checked {
+    for (index, arm) in arms.iter().enumerate() {
+        let index = index.to_string();
+        let here = [path, &["arms", index.as_str()]].concat();
+        let inside = |key| [here.as_slice(), &[key]].concat();
+        check_values(arm.knob.as_deref().or(knob), &inside("knob"), &arm.values, &inside("values"))?;
         if arm.values.is_empty() && arm.name.is_none() {
-            return Err(Error::invalid("an arm with neither `name` nor `values`", "give it a name"));
+            return wrong(&here, "an arm with neither `name` nor `values`", "give it a name");
         }
         let named_twice =
             arm.values.len() > 1 && arm.name.as_ref().is_some_and(|name| !name.contains("{value}"));
         if named_twice {
-            return Err(Error::invalid(
+            return wrong(
+                &inside("name"),
                 format!("arm `{}` has several values and one name", arm.name.as_deref().unwrap_or("")),
                 "put {value} into its name",
-            ));
+            );
         }
     }
-    spec.claims.iter().try_for_each(check_claim)
+    Ok(())
+}
+
+/// The knob exists and takes these values. `own_knob` is where an arm names one of its own.
+fn check_values(knob: Option<&str>, own_knob: &[&str], values: &[Value], path: &[&str]) -> Checked {
+    match knob {
+        None if values.is_empty() => return Ok(()),
+        None => return wrong(path, "`values` without a `knob`", "add knob = \"...\""),
+        Some(knob) => at(if own_knob.is_empty() { &["knob"] } else { own_knob }, knobs::find(knob))?,
+    }
+    values.iter().enumerate().try_for_each(|(index, value)| {
+        check_value(knob, value, &[path, &[index.to_string().as_str()]].concat())
+    })
+}
+
+fn check_value(knob: Option<&str>, value: &Value, path: &[&str]) -> Checked {
+    match knob {
+        None => wrong(path, "a value without a `knob`", "add knob = \"...\""),
+        Some(knob) => at(path, knobs::find(knob).and_then(|knob| knob.from_toml(value))),
+    }
 }
 
 fn check_claim(claim: &ClaimSpec) -> Result<()> {
@@ -322,12 +377,30 @@ fn check_claim(claim: &ClaimSpec) -> Result<()> {
     Ok(())
 }
 
-/// Both counted from 1; the column in characters.
-fn line_and_column(text: &str, offset: usize) -> (usize, usize) {
+/// `:line:column` of what a path leads to below an experiment's table, or of as much of the path as there is.
+fn place_of(text: &str, name: &str, path: &[String]) -> String {
+    let Ok(document) = DeTable::parse(text) else { return String::new() };
+    let Some((key, table)) = document.get_ref().get_key_value(name) else { return String::new() };
+    // A table's own place is its name, not its first key.
+    let (mut place, mut value) = (key.span(), table);
+    for step in path {
+        let next = match value.get_ref() {
+            DeValue::Table(table) => table.get(step.as_str()),
+            DeValue::Array(array) => step.parse().ok().and_then(|index: usize| array.get(index)),
+            _ => None,
+        };
+        let Some(next) = next else { break };
+        (place, value) = (next.span(), next);
+    }
+    line_and_column(text, place.start)
+}
+
+/// `:line:column`, both counted from 1; the column in characters.
+fn line_and_column(text: &str, offset: usize) -> String {
     let before = text.get(..offset).unwrap_or(text);
     let line = before.matches('\n').count() + 1;
     let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
-    (line, column)
+    format!(":{line}:{column}")
 }
 
 #[cfg(test)]
@@ -352,6 +425,8 @@ mod tests {
         assert!(error_of(&format!("{GOOD}vlaues = [3]\n")).starts_with("e.toml:6:1: unknown field `vlaues`"));
         let in_engine = error_of(&format!("{GOOD}[a.engine]\nmax_seqs = 3\n"));
         assert!(in_engine.starts_with("e.toml:7:1: unknown field `max_seqs`"), "{in_engine}");
+        let error = parse(&format!("{GOOD}[a.engine]\nmax_seqs = 3\n"), "e.toml").unwrap_err();
+        assert_eq!(error.hint(), "did you mean `max_num_seqs`?");
         let rig = error_of(&format!("{GOOD}[a.rig.gpu]\nvalues = [3]\n"));
         assert!(rig.starts_with("e.toml:6:8: unknown rig `gpu`"), "{rig}");
         let in_load = error_of(&format!("{GOOD}[a.rig.cpu.load]\ninput = 3\n"));
@@ -370,12 +445,26 @@ mod tests {
     #[test]
     fn knobs_and_values_are_checked() {
         let error = parse(&GOOD.replace("max_num_seqs", "max_num_sqs"), "e.toml").unwrap_err();
-        assert_eq!(error.to_string(), "e.toml: [a]: unknown knob `max_num_sqs`");
+        assert_eq!(error.to_string(), "e.toml:4:8: [a]: unknown knob `max_num_sqs`");
         assert_eq!(error.hint(), "did you mean `max_num_seqs`?");
         assert_eq!(
             error_of(&GOOD.replace("[1, 2]", "[1, 0]")),
-            "e.toml: [a]: max_num_seqs = 0 is out of bounds"
+            "e.toml:5:14: [a]: max_num_seqs = 0 is out of bounds"
         );
+    }
+
+    #[test]
+    fn what_is_wrong_deep_inside_has_its_own_place() {
+        let arm = format!("{GOOD}[[a.arms]]\nname = \"x\"\nknob = \"input_ln\"\nvalues = [3]\n");
+        let error = parse(&arm, "e.toml").unwrap_err();
+        assert_eq!(error.to_string(), "e.toml:8:8: [a]: unknown knob `input_ln`");
+        assert_eq!(error.hint(), "did you mean `input_len`?");
+        let rig = format!("{GOOD}[a.rig.cpu]\nquick = {{ values = [4, \"many\"] }}\n");
+        assert!(error_of(&rig).starts_with("e.toml:7:24: [a]: max_num_seqs = many"), "{}", error_of(&rig));
+        let claim = format!("{GOOD}[[a.claims]]\ntext = \"t\"\nmetric = \"m\"\n");
+        assert!(error_of(&claim).starts_with("e.toml:6:"), "{}", error_of(&claim));
+        let none = "[b]\nquestion = \"q\"\nmodel = \"synthetic:demo\"\n";
+        assert!(error_of(none).starts_with("e.toml:1:2: [b]: neither"), "{}", error_of(none));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 pub mod axis;
 pub mod bound;
 pub mod checks;
+pub mod cold;
 pub mod compare;
 pub mod fairness;
 pub mod gpu_state;

@@ -60,6 +60,11 @@ pub struct Judged {
 }
 
 impl Judged {
+    /// The confidence of the judgement, where it rests on an interval; `None` for one clear by a factor and for means.
+    pub fn confidence(&self) -> Option<f64> {
+        (self.basis() == "95 %").then_some(CONFIDENCE)
+    }
+
     /// What the judgement rests on, in a word or two.
     pub fn basis(&self) -> &'static str {
         match (self.certain, self.repeats.len()) {
@@ -112,7 +117,7 @@ pub fn search(
         let breaks = found.breaks.as_ref().map(|judged| judged.rate.per_s());
         per_s = match (keeps, breaks) {
             (Some(keeps), Some(breaks)) if breaks <= keeps * (1.0 + options.precision) => return Ok(found),
-            (Some(keeps), Some(breaks)) => (keeps * breaks).sqrt(),
+            (Some(keeps), Some(breaks)) => between(keeps, breaks, options.precision),
             (Some(keeps), None) if keeps >= options.highest => return Ok(found),
             (Some(keeps), None) => (keeps * 2.0).min(options.highest),
             (None, Some(breaks)) if breaks <= options.lowest => return Ok(found),
@@ -120,6 +125,15 @@ pub fn search(
             (None, None) => return Ok(found),
         };
     }
+}
+
+/// The geometric mean of two rates, to as few digits as leave it inside and off by a small part of the precision, so
+/// that arms have names a person can read.
+fn between(keeps: f64, breaks: f64, precision: f64) -> f64 {
+    let middle = (keeps * breaks).sqrt();
+    let rounded = (1..=15).filter_map(|digits| format!("{middle:.*e}", digits).parse::<f64>().ok());
+    let near = |rate: &f64| keeps < *rate && *rate < breaks && (rate / middle - 1.0).abs() < precision / 4.0;
+    rounded.into_iter().find(near).unwrap_or(middle)
 }
 
 fn judge(
@@ -245,8 +259,21 @@ mod tests {
         let (keeps, breaks) = (found.keeps.unwrap(), found.breaks.unwrap());
         assert!(keeps.rate.per_s() <= 7.5 && 7.5 <= breaks.rate.per_s());
         assert!(breaks.rate.per_s() <= 1.05 * keeps.rate.per_s());
+        // Rates that a person would write.
+        assert!(found.tried.iter().all(|judged| judged.rate.to_string().len() <= 5), "{:?}", found.tried);
         assert_eq!(keeps.goodput(), Some(keeps.rate.per_s()));
         assert!(found.tried.iter().all(|judged| judged.certain));
+    }
+
+    #[test]
+    fn rates_between_are_short_and_inside() {
+        assert_eq!(between(1.0, 2.0, 0.05), 1.4);
+        assert_eq!(between(4.0, 8.0, 0.01), 5.66);
+        assert_eq!(between(1000.0, 1010.0, 0.005), 1005.0);
+        for (keeps, breaks, precision) in [(7.0, 7.4, 0.05), (0.0156, 0.031, 1e-4), (3.0, 3.000_001, 1e-7)] {
+            let rate = between(keeps, breaks, precision);
+            assert!(keeps < rate && rate < breaks, "{keeps} {rate} {breaks}");
+        }
     }
 
     #[test]

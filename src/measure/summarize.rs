@@ -143,6 +143,15 @@ fn latencies(summary: &mut Summary, record: &ArmRecord) {
         [|s| &mut s.queue_mean_ms, |s| &mut s.queue_p50_ms, |s| &mut s.queue_p90_ms, |s| &mut s.queue_p99_ms],
     );
     set(
+        of(RequestRecord::schedule_delay_s),
+        [
+            |s| &mut s.schedule_delay_mean_ms,
+            |s| &mut s.schedule_delay_p50_ms,
+            |s| &mut s.schedule_delay_p90_ms,
+            |s| &mut s.schedule_delay_p99_ms,
+        ],
+    );
+    set(
         Distribution::of(completed().flat_map(|request| request.gaps_s()).map(|seconds| seconds * 1e3)),
         [|s| &mut s.itl_mean_ms, |s| &mut s.itl_p50_ms, |s| &mut s.itl_p90_ms, |s| &mut s.itl_p99_ms],
     );
@@ -214,7 +223,8 @@ mod tests {
     }
 
     fn record() -> ArmRecord {
-        let requests = vec![answered(0.0, 0.0, &[1.0, 1.5, 2.0]), answered(0.0, 0.5, &[3.0, 3.0, 4.0])];
+        let mut requests = vec![answered(0.0, 0.0, &[1.0, 1.5, 2.0]), answered(0.0, 0.5, &[3.0, 3.0, 4.0])];
+        requests[1].submitted_s = Some(0.25);
         let mut steps: Vec<_> =
             (0..4).map(|index| step(StepKind::Decode, index as f64, index as f64 + 1.0)).collect();
         for step in &mut steps {
@@ -235,6 +245,8 @@ mod tests {
         // Gaps 0.5, 0.5, 0 and 1 s; TPOT (2 - 1)/2 and (4 - 3)/2.
         assert_eq!((summary.itl_mean_ms, summary.itl_p50_ms), (Some(500.0), Some(500.0)));
         assert_eq!(summary.tpot_p99_ms, Some(500.0));
+        // One was handed over at once, the other after 0.25 s; it was first scheduled after 0.5 s.
+        assert_eq!((summary.schedule_delay_mean_ms, summary.queue_mean_ms), (Some(125.0), Some(250.0)));
         assert_eq!((summary.bandwidth_fraction, summary.flops_fraction), (Some(0.5), Some(0.1)));
         assert_eq!((summary.bytes_per_token, summary.host_fraction), (Some(500.0), Some(0.25)));
         assert_eq!((summary.peak_output_throughput, summary.goodput), (Some(2.0), None));

@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::axis::AxisValue;
 use crate::workload::rate::Rate;
 
-/// Version of the result files' columns.
-pub const SCHEMA: u32 = 1;
+/// Version of the result files' columns: 2 added `schedule_delay_*` to summary.csv, and cold.csv. Files of earlier
+/// versions are read, with the new columns empty.
+pub const SCHEMA: u32 = 2;
 
 /// Field order is column order.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -61,6 +62,11 @@ pub struct Summary {
     pub queue_p50_ms: Option<f64>,
     pub queue_p90_ms: Option<f64>,
     pub queue_p99_ms: Option<f64>,
+    /// Intended arrival to being handed to the engine: the generator's own part of the wait.
+    pub schedule_delay_mean_ms: Option<f64>,
+    pub schedule_delay_p50_ms: Option<f64>,
+    pub schedule_delay_p90_ms: Option<f64>,
+    pub schedule_delay_p99_ms: Option<f64>,
     /// Sequences in a step: mean over the time steps took, and most; most requests left waiting.
     pub running_mean: Option<f64>,
     pub running_max: usize,
@@ -151,7 +157,7 @@ mod tests {
         let expected = format!(
             "experiment arm knob value repeat device simulated requests completed failed duration_s offered_rate \
              achieved_rate request_throughput output_throughput peak_output_throughput total_throughput \
-             {} {} {} {} {} running_mean running_max waiting_max kv_usage_max preemptions recomputed_tokens drafted \
+             {} {} {} {} {} {} running_mean running_max waiting_max kv_usage_max preemptions recomputed_tokens drafted \
              accepted step_ms_p50 step_ms_p99 device_ms_p50 bytes_per_token bandwidth_fraction flops_fraction \
              traffic_ratio bound_by host_fraction steady_start_s steady_s steady_request_throughput \
              steady_output_throughput goodput schema model weights load seed quick cpu_math config_hash build",
@@ -159,7 +165,8 @@ mod tests {
             latency("tpot"),
             latency("itl"),
             latency("e2el"),
-            latency("queue")
+            latency("queue"),
+            latency("schedule_delay")
         );
         assert_eq!(columns().join(" "), expected);
     }
@@ -180,6 +187,11 @@ mod tests {
         assert_eq!(text.lines().next().unwrap(), columns().join(","));
         assert!(text.contains(",inf,,"), "{text}");
         let read: Summary = csv::Reader::from_reader(text.as_bytes()).deserialize().next().unwrap().unwrap();
+        assert_eq!(read, summary);
+        // As schema 1 had it.
+        let earlier = text.replace("schedule_delay_p50_ms,", "unknown,");
+        let read: Summary =
+            csv::Reader::from_reader(earlier.as_bytes()).deserialize().next().unwrap().unwrap();
         assert_eq!(read, summary);
         assert_eq!((read.metric("ttft_p50_ms"), read.metric("ttft_p99_ms")), (Some(12.5), None));
     }

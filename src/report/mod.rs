@@ -12,5 +12,6 @@ pub mod numbers;
 pub mod overview;
 pub mod plots;
 pub mod results;
+pub mod saturate;
 pub mod service;
 pub mod table;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::experiment::record::RunRecord;
+use crate::measure::cold::ColdRow;
 use crate::measure::rows::{CheckRow, PopulationRow, StepRow};
 use crate::measure::summary::Summary;
 use crate::{Result, report};
@@ -16,6 +17,7 @@ pub struct RunResults {
     pub steps: Vec<StepRow>,
     pub populations: Vec<PopulationRow>,
     pub checks: Vec<CheckRow>,
+    pub cold: Vec<ColdRow>,
 }
 
 impl RunResults {
@@ -30,7 +32,8 @@ impl RunResults {
         let steps = read_if_there(&folder.join("steps.csv"))?;
         let populations = read_if_there(&folder.join("populations.csv"))?;
         let checks = read_if_there(&folder.join("checks.csv"))?;
-        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations, checks })
+        let cold = read_if_there(&folder.join("cold.csv"))?;
+        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations, checks, cold })
     }
 
     /// Arms that have a finished row, in the order of the plan.

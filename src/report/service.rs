@@ -1,11 +1,12 @@
 //! How a run served its requests beside each other: interference, fairness, what a victim of an injection saw, and the
-//! cold step that no row holds. From checks.csv and populations.csv; each figure is the median over an arm's repeats.
+//! cold start that no row holds. From checks.csv, populations.csv and cold.csv; each figure is the median over an arm's repeats.
 
 use super::numbers::{self, optional, percent};
 use super::results::RunResults;
 use super::table;
 use crate::Result;
 use crate::cli::flags::Format;
+use crate::measure::summary::Summary;
 
 /// The population that says what a stream's reader lives through while prompts are injected.
 const VICTIMS: &str = "victim_window_itl";
@@ -25,24 +26,32 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
         text += "\n`interference`: mean gap between tokens in steps with a prefill over without, minus 1; `Jain`: index of \
                  slowdown, 1 is even; `overtaken`: by a request due later\n";
     }
-    for model in &results.record.models {
-        let warm_ms = numbers::median(
-            results
-                .summaries
-                .iter()
-                .filter(|row| row.model == model.reference)
-                .filter_map(|row| row.step_ms_p50),
-        );
-        if let (Some(cold_ms), Some(warm_ms)) = (model.cold_step_ms, warm_ms) {
-            text += &format!(
-                "\nCold, and in no row: the first step of {} took {} ms; a warm one takes {} ms (median).\n",
-                model.reference,
-                numbers::number(cold_ms),
-                numbers::number(warm_ms)
-            );
-        }
-    }
+    text += &cold(results);
     Ok(text)
+}
+
+/// What the first requests after loading a model saw, beside the warm rows of the same arm: once a model.
+fn cold(results: &RunResults) -> String {
+    let mut text = String::new();
+    for cold in results.cold.iter().filter(|row| row.after_load) {
+        let warm = |value: fn(&Summary) -> Option<f64>| optional(results.median(&cold.arm, value));
+        text += &format!(
+            "\nCold, and in no row (cold.csv has every arm): the first round of {} after loading {}, {} requests: first \
+             step {} ms, steps p50 {} and at most {} ms, TTFT p50 {} and at most {} ms; warm: step p50 {} ms, TTFT p50 {} \
+             ms.\n",
+            cold.arm,
+            cold.model,
+            cold.requests,
+            optional(cold.first_step_ms),
+            optional(cold.step_ms_p50),
+            optional(cold.step_ms_max),
+            optional(cold.ttft_p50_ms),
+            optional(cold.ttft_max_ms),
+            warm(|row| row.step_ms_p50),
+            warm(|row| row.ttft_p50_ms),
+        );
+    }
+    text
 }
 
 fn row(results: &RunResults, arm: &str, probed: bool) -> Vec<String> {

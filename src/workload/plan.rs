@@ -3,6 +3,7 @@
 use rand_distr::{Distribution, Exp1};
 
 use super::lengths::LengthPair;
+use super::probe::Probe;
 use super::prompts::Prompts;
 use super::schedule::{Pacing, PlannedRequest, Role, Schedule, ScheduleContext};
 use super::seeds::{Purpose, repeat_seed, request_seed, stream};
@@ -10,6 +11,9 @@ use super::spec::{Count, LoadSpec, PromptKind};
 use super::{arrivals, lengths, replay};
 use crate::engine::request::Request;
 use crate::{Error, Result};
+
+/// Tokens of an answer in a short round of warm-up: the first, and the 16 decodes that judging step times takes.
+const SHORT_ANSWER: usize = 17;
 
 impl LoadSpec {
     /// The measured run.
@@ -21,23 +25,39 @@ impl LoadSpec {
         if self.probe.is_some() { self.probe_schedule(context) } else { self.load_schedule(context) }
     }
 
-    /// One round of warm-up: the same load, shorter and from another seed stream, so that batch sizes and lengths are
-    /// the arm's own. `None` when warm-up is off. A probe warms up with one pass of itself.
+    /// One round of warm-up: the load with fewer requests and from another seed stream, so that concurrency and shapes
+    /// are the arm's own. `None` when warm-up is off. Rounds after the first are for step times that were not yet
+    /// stationary: where answers set the pace (a flood or a closed loop) theirs are cut to [`SHORT_ANSWER`] tokens,
+    /// which keeps prompts, prefills and batch sizes and saves time. A probe is run without its waits.
     ///
     /// # Errors
     /// As [`LoadSpec::schedule`].
     pub fn warmup_schedule(&self, context: &ScheduleContext, round: usize) -> Result<Option<Schedule>> {
-        let count = self.warmup.prompts.resolve(context.seats);
+        let most = self.prompts.resolve(context.seats);
+        let count = self.warmup.prompts.resolve(context.seats).min(most);
         if count == 0 || self.warmup.max_rounds == 0 {
             return Ok(None);
         }
         let seed = repeat_seed(context.seed ^ Purpose::WarmUp as u64, round as u32 + 1);
         let context = ScheduleContext { seed, ..*context };
-        if self.probe.is_some() {
-            return self.probe_schedule(&context).map(Some);
+        if let Some(probe) = self.probe {
+            let hasty = Probe { inject_after_s: 0.0, drain_s: 0.0, ..probe };
+            return Self { probe: Some(hasty), ..self.clone() }.probe_schedule(&context).map(Some);
         }
-        let warm_up = Self { prompts: Count::Exact(count), ..self.clone() };
-        warm_up.load_schedule(&context).map(Some)
+        let of = |count| Self { prompts: Count::Exact(count), ..self.clone() }.load_schedule(&context);
+        let mut schedule = of(count)?;
+        let arrivals_s = schedule.requests.last().map_or(0.0, |planned| planned.arrival_s);
+        if arrivals_s > self.warmup.max_arrivals_s {
+            schedule = of(((count as f64 * self.warmup.max_arrivals_s / arrivals_s) as usize).max(1))?;
+        }
+        let paced_by_answers = matches!(schedule.pacing, Pacing::Closed { .. })
+            || schedule.requests.iter().all(|planned| planned.arrival_s == 0.0);
+        if round > 0 && paced_by_answers {
+            for planned in &mut schedule.requests {
+                planned.request.max_tokens = planned.request.max_tokens.min(SHORT_ANSWER);
+            }
+        }
+        Ok(Some(schedule))
     }
 
     fn load_schedule(&self, context: &ScheduleContext) -> Result<Schedule> {
@@ -164,7 +184,6 @@ impl LoadSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::probe::Probe;
     use crate::workload::rate::Rate;
     use crate::workload::spec::{Arrivals, Lengths, Replay};
 
@@ -240,11 +259,39 @@ mod tests {
         let warm = spec.warmup_schedule(&context(0), 0).unwrap().unwrap();
         assert_eq!(warm.requests.len(), 16);
         assert!((warm.requests[15].arrival_s - 8.0).abs() < 1e-9);
+        let mut slow = LoadSpec { request_rate: Rate::new(0.25).unwrap(), ..spec.clone() };
+        assert_eq!(
+            slow.warmup_schedule(&context(0), 0).unwrap().unwrap().requests.len(),
+            7,
+            "30 s at 4 s each"
+        );
+        slow.prompts = Count::Exact(3);
+        assert_eq!(slow.warmup_schedule(&context(0), 0).unwrap().unwrap().requests.len(), 3);
         assert_eq!(warm.requests[0].request.prompt.len(), 256);
         assert_ne!(warm.requests[0].request.prompt, measured.requests[0].request.prompt);
         let mut off = spec;
         off.warmup.prompts = Count::Exact(0);
         assert_eq!(off.warmup_schedule(&context(0), 0).unwrap(), None);
+    }
+
+    #[test]
+    fn later_rounds_of_warm_up_are_short_where_answers_set_the_pace() {
+        let lengths = |spec: &LoadSpec, round| -> Vec<(usize, usize)> {
+            let warm = spec.warmup_schedule(&context(0), round).unwrap().unwrap();
+            warm.requests.iter().map(|one| (one.request.prompt.len(), one.request.max_tokens)).collect()
+        };
+        let flood = LoadSpec::default();
+        assert_eq!((lengths(&flood, 0), lengths(&flood, 1)), (vec![(256, 128); 16], vec![(256, 17); 16]));
+        let closed = LoadSpec { concurrency: Some(4), think_time_s: 1.0, output_len: 9, ..flood.clone() };
+        assert_eq!(lengths(&closed, 1), [(256, 9); 16]);
+        // At a rate the batch depends on how long answers are.
+        let rate = LoadSpec { request_rate: Rate::new(2.0).unwrap(), ..flood };
+        assert_eq!(lengths(&rate, 1), [(256, 128); 16]);
+        let probe = LoadSpec { probe: Some(Probe::default()), ..LoadSpec::default() };
+        let warm = probe.warmup_schedule(&context(0), 0).unwrap().unwrap();
+        let Pacing::Probe(hasty) = warm.pacing else { panic!("{:?}", warm.pacing) };
+        assert_eq!((hasty.inject_after_s, hasty.drain_s, hasty.injectors), (0.0, 0.0, 12));
+        assert_eq!(warm.requests.len(), 18);
     }
 
     #[test]

@@ -198,19 +198,25 @@ pub enum PromptKind {
 }
 
 /// Requests run before the measured ones, at the arm's own concurrency and lengths, in rounds, until step times are
-/// stationary. They are never mixed in.
+/// stationary (`measure::warmup` has the rule). They are never mixed in; figures of the first round go to cold.csv.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WarmUp {
-    /// Requests a round; 0 turns warm-up off.
+    /// Requests a round, at most as many as the measured run has; 0 turns warm-up off.
     pub prompts: Count,
-    /// Most rounds, stationary or not.
+    /// Most seconds of arrivals in a round: at a low rate a few requests reach the arm's own concurrency.
+    pub max_arrivals_s: f64,
+    /// Most rounds, stationary or not. Those after the first are short ([`LoadSpec::warmup_schedule`]).
     pub max_rounds: usize,
 }
 
 impl Default for WarmUp {
     fn default() -> Self {
-        Self { prompts: Count::Rule(CountRule { per_seat: 2, min: 16, max: None }), max_rounds: 3 }
+        Self {
+            prompts: Count::Rule(CountRule { per_seat: 2, min: 16, max: None }),
+            max_arrivals_s: 30.0,
+            max_rounds: 4,
+        }
     }
 }
 
@@ -271,6 +277,8 @@ impl LoadSpec {
         if let PromptKind::Repeat { period } = self.prompt {
             check(period > 0, "prompt.period", &period, "1 or more")?;
         }
+        let arrivals_s = self.warmup.max_arrivals_s;
+        check(positive(arrivals_s), "warmup.max_arrivals_s", &arrivals_s, "a number of seconds above 0")?;
         if let Some(ramp) = self.ramp {
             check(!self.request_rate.is_flood(), "request_rate", &"inf", "finite when there is a ramp")?;
             check(!ramp.to.is_flood(), "ramp.to", &"inf", "a finite rate")?;

@@ -18,7 +18,10 @@ fn equal_runs_show_no_change() {
     let rows = rows.as_array().unwrap();
     assert!(!rows.is_empty() && rows.iter().all(|row| row["verdict"] == "no change"), "{rows:?}");
     let keys: Vec<&String> = rows[0].as_object().unwrap().keys().collect();
-    assert_eq!(keys, ["arm", "metric", "before", "after", "change", "low", "high", "p", "verdict"]);
+    assert_eq!(
+        keys,
+        ["arm", "metric", "before", "after", "change", "low", "high", "p", "verdict", "effect_size"]
+    );
 }
 
 #[test]
@@ -50,6 +53,49 @@ fn run_folders_and_csv_output() {
     let folder = |file: &str| file.trim_end_matches("/summary.csv").to_string();
     let csv = env.run(&format!("diff {} {} --format csv", folder(&before), folder(&after))).ok().stdout;
     assert!(csv.starts_with("arm,metric,before,after,change,low,high,p,verdict"));
+}
+
+#[test]
+fn requests_tables_and_markdown() {
+    let env = TestEnv::new();
+    let (before, after) = two_runs(&env, 1, 2);
+    let requests = |file: &str| file.replace("summary.csv", "requests.csv");
+    let rows = env.run(&format!("diff {} {} --format json", requests(&before), requests(&after))).ok().json();
+    let slower = rows.as_array().unwrap().iter().find(|row| row["metric"] == "e2el_mean_ms").unwrap();
+    assert_eq!((&slower["change"], &slower["verdict"]), (&1.0.into(), &"regressed".into()));
+    let markdown = env.run(&format!("diff {before} {after} --format md")).ok().stdout;
+    let header = "| arm | metric | before | after | change | 95 % interval | p | effect | verdict |";
+    assert!(markdown.starts_with(header), "{markdown}");
+}
+
+/// What another tool saved, against another of its results.
+#[test]
+fn results_of_vllm_bench_serve() {
+    let env = TestEnv::new();
+    let saved = |throughput: &str, ttft: &str| {
+        format!(
+            "{{\"date\": \"20260709-101112\", \"backend\": \"vllm\", \"model_id\": \"Qwen/Qwen3.5-4B\", \
+             \"num_prompts\": 200, \"request_rate\": \"inf\", \"max_concurrency\": null, \"duration\": 23.4, \
+             \"completed\": 200, \"request_throughput\": {throughput}, \"output_throughput\": 1092.0, \
+             \"total_token_throughput\": 3276.0, \"mean_ttft_ms\": {ttft}, \"median_ttft_ms\": 5030.0, \
+             \"p99_ttft_ms\": 18877.0, \"mean_itl_ms\": 95.0}}\n"
+        )
+    };
+    // As --append-result writes them: an object a line, each a repeat.
+    env.write(
+        "before.json",
+        &(saved("8.53", "7000.0") + &saved("8.51", "7010.0") + &saved("8.55", "6990.0")),
+    );
+    env.write("after.json", &(saved("9.53", "6000.0") + &saved("9.51", "6010.0") + &saved("9.55", "5990.0")));
+    let rows = env.run("diff before.json after.json --format json").ok().json();
+    let of =
+        |metric: &str| rows.as_array().unwrap().iter().find(|row| row["metric"] == metric).unwrap().clone();
+    let throughput = of("request_throughput");
+    assert_eq!(throughput["verdict"], "improved");
+    assert!(throughput["effect_size"].as_f64().unwrap() > 10.0, "{throughput}");
+    assert_eq!(of("ttft_mean_ms")["verdict"], "improved");
+    assert_eq!(of("itl_mean_ms")["verdict"], "no change");
+    env.run("diff after.json before.json --fail-on regressed").fails(1, "regressed", "");
 }
 
 #[test]

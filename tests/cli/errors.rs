@@ -66,6 +66,21 @@ fn a_broken_file_has_line_and_column() {
     let env = TestEnv::new();
     env.write("e.toml", &SMALL.replace("repeats = 2", "repeat = 2"));
     env.run("list --experiments e.toml").fails(2, "e.toml:7:1: unknown field `repeat`", "");
+    env.write("e.toml", &SMALL.replace("knob = \"max_num_seqs\"", "knob = \"max_num_sqs\""));
+    env.run("list --experiments e.toml").fails(
+        2,
+        "e.toml:5:8: [small]: unknown knob `max_num_sqs`",
+        "did you mean `max_num_seqs`?",
+    );
+    env.write("e.toml", &SMALL.replace("output_len = 8", "outptu_len = 8"));
+    let wrong = "e.toml:8:39: unknown field `outptu_len`";
+    env.run("run small --experiments e.toml --device sim:fixed").fails(
+        2,
+        wrong,
+        "did you mean `output_len`?",
+    );
+    env.write("e.toml", &SMALL.replace("[1, 2, 8]", "[1, 2, 0]"));
+    env.run("list --experiments e.toml").fails(2, "e.toml:6:17: [small]: max_num_seqs = 0", "1 or more");
     env.write("e.toml", "[a\n");
     env.run("list --experiments e.toml").fails(2, "e.toml:1:", "");
     env.write("e.toml", &SMALL.replace("input_len = 16", "input_len = \"x\""));
@@ -88,8 +103,13 @@ fn an_unwritable_place_is_the_users_to_mend() {
 #[test]
 fn unknown_flags_and_commands() {
     let env = TestEnv::new();
-    assert_eq!(env.run("run part3-batching-cliff --fast").code, 2);
-    assert_eq!(env.run("fly").code, 2);
+    env.run("run part3-batching-cliff --fast").fails(2, "'--fast'", "-- --fast");
+    env.run("run part3-batching-cliff --devic cpu").fails(2, "'--devic'", "did you mean `--device`?");
+    env.run("fly").fails(2, "unrecognized subcommand 'fly'", "inferwall --help");
+    env.run("swep --knob x").fails(2, "unrecognized subcommand 'swep'", "did you mean `sweep`?");
+    env.run("diff one.csv").fails(2, "<AFTER>", "inferwall diff --help");
+    assert_eq!(env.run("--help").ok().stderr, "");
+    assert!(env.run("--version").ok().stdout.starts_with("inferwall "));
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod diff;
 mod env;
 mod errors;
 mod listing;
+mod loads;
 mod models;
 mod resume;
 mod runs;

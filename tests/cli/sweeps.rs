@@ -47,6 +47,8 @@ fn a_sweep_resumes_without_its_flags() {
 fn wrong_sweeps() {
     let env = TestEnv::new();
     env.run("sweep --device sim:fixed").fails(2, "no knob was given", "max_num_seqs");
+    // An unknown knob is what is wrong, whether or not values were given.
+    env.run("sweep --knob foo --device sim:fixed").fails(2, "unknown knob `foo`", "max_num_seqs");
     env.run("sweep --knob max_num_seqs --device sim:fixed").fails(
         2,
         "1 --knob and 0 --values",
@@ -103,4 +105,116 @@ fn saturate_finds_the_rate_a_queue_can_take() {
     assert!(found["keeps"]["goodput"].as_f64().unwrap() > 50.0);
     env.run("saturate --slo ttft_p98=3 --device sim:fixed").fails(2, "ttft_p98", "ttft");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --prompts 10").fails(2, "10 requests", "--prompts");
+}
+
+/// A sweep that was killed after `cells` finished ones, in the middle of a row.
+fn kill_after(folder: &std::path::Path, cells: usize) {
+    let journal = read(folder, "cells.jsonl");
+    let kept: Vec<&str> = journal.lines().take(cells).collect();
+    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ce", kept.join("\n"))).unwrap();
+}
+
+#[test]
+fn a_killed_sweep_resumes_to_the_same_bytes() {
+    let env = TestEnv::new();
+    let sweep = "sweep --knob max_num_seqs --values 1,2 --knob input_len --values 8,16 --zip --repeats 2";
+    env.run(&format!("{sweep} --device sim:fixed --prompts 4 --set output_len=4")).ok();
+    let folder = env.only_result();
+    let whole = ["summary.csv", "requests.csv", "steps.csv", "checks.csv"].map(|name| read(&folder, name));
+    kill_after(&folder, 3);
+    env.run(&format!("sweep --resume {}", folder.display())).ok();
+    let again = ["summary.csv", "requests.csv", "steps.csv", "checks.csv"].map(|name| read(&folder, name));
+    assert_eq!(whole, again);
+    env.run(&format!("sweep --resume {} --knob max_num_seqs --values 1,4", folder.display())).fails(
+        2,
+        "cannot be continued: plan",
+        "--force",
+    );
+}
+
+#[test]
+fn shards_of_a_sweep_merge_to_the_whole() {
+    let env = TestEnv::new();
+    let sweep = format!("sweep --knob max_num_seqs --values 1,2,4 --repeats 2 {FAST}");
+    env.run(&format!("{sweep} --out whole")).ok();
+    for shard in 1..=2 {
+        env.run(&format!("{sweep} --shard {shard}/2 --out shard{shard}")).ok();
+    }
+    let folder = |root: &str| env.results(root)[0].clone();
+    let shards = format!("{} {}", folder("shard1").display(), folder("shard2").display());
+    env.run(&format!("merge {shards} --out merged")).ok();
+    for name in ["summary.csv", "requests.csv", "tokens.csv", "steps.csv", "populations.csv", "checks.csv"] {
+        assert_eq!(read(&folder("merged"), name), read(&folder("whole"), name), "{name}");
+    }
+    let one = folder("shard1").display().to_string();
+    env.run(&format!("merge {one} {one} --out twice")).fails(2, "again", "once");
+    let part = env.run(&format!("merge {one} --out part")).ok();
+    assert!(part.stderr.contains("3 of 6 runs of an arm are missing"), "{}", part.stderr);
+}
+
+#[test]
+fn limits_fill_goodput_in_sweeps_and_runs() {
+    let env = TestEnv::new();
+    let goodput = |limits: &str| {
+        let sweep = format!("sweep --knob max_num_seqs --values 1 {FAST} {limits} --format json");
+        env.run(&sweep).ok().json()[0]["goodput"].as_f64().map(f64::round)
+    };
+    // One seat, 4 requests of 4 steps of 1 ms: first tokens after 1, 5, 9 and 13 ms, all done after 16.
+    assert_eq!(goodput(""), None);
+    assert_eq!(goodput("--slo ttft_p99=6"), Some(125.0));
+    assert_eq!(goodput("--slo ttft_p99=100"), Some(250.0));
+}
+
+const SATURATE: &str = "saturate --slo ttft_p99=60 --device sim:fixed --set max_num_seqs=1 --set input_len=8 \
+                        --set output_len=10 --repeats 3";
+
+#[test]
+fn a_killed_search_resumes_to_the_same_answer() {
+    let env = TestEnv::new();
+    let found = env.run(&format!("{SATURATE} --format json")).ok().json();
+    let folder = env.only_result();
+    let whole = read(&folder, "summary.csv");
+    assert!(whole.lines().count() > 6, "{whole}");
+    // Rates a person would write, in every arm's name.
+    let names = whole.lines().skip(1).map(|line| line.split(',').nth(1).unwrap());
+    assert!(names.clone().all(|name| name.len() <= "request_rate=".len() + 5), "{whole}");
+    kill_after(&folder, 4);
+    let run = read(&folder, "run.json").replace("\"status\": \"complete\"", "\"status\": \"running\"");
+    std::fs::write(folder.join("run.json"), run).unwrap();
+    let again = env.run(&format!("saturate --resume {} --format json", folder.display())).ok().json();
+    assert_eq!(found, again);
+    assert_eq!(read(&folder, "summary.csv"), whole);
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert_eq!((&run["status"], run["resumed"].as_array().unwrap().len()), (&"complete".into(), 1));
+}
+
+#[test]
+fn searches_that_cannot_be_continued() {
+    let env = TestEnv::new();
+    env.run(SATURATE).ok();
+    let folder = env.only_result().display().to_string();
+    env.run(&format!("saturate --resume {folder} --precision 0.2")).fails(2, "precision", "started with");
+    env.run(&format!("saturate --resume {folder} --seed 4")).fails(2, "cannot be continued: plan", "");
+    env.run(&format!("sweep --resume {folder}")).fails(2, "search for the highest rate", "saturate --resume");
+    env.run(&format!("{SATURATE} --shard 1/2")).fails(2, "cannot be sharded", "--shard");
+    env.run("saturate --device sim:fixed").fails(2, "no limits", "--slo");
+}
+
+#[test]
+fn a_search_states_its_confidence() {
+    let env = TestEnv::new();
+    let text = env.run(SATURATE).ok().stdout;
+    assert!(text.contains("keep the limits (") && text.contains("one-sided"), "{text}");
+    let found = env.run(&format!("{SATURATE} --format json")).ok().json();
+    for judged in found["tried"].as_array().unwrap() {
+        // Confidence belongs to intervals alone.
+        assert_eq!(judged["confidence"].as_f64(), (judged["basis"] == "95 %").then_some(0.95), "{judged}");
+    }
+    let csv = env.run(&format!("{SATURATE} --format csv")).ok().stdout;
+    assert!(
+        csv.starts_with(
+            "rate,limits,basis,confidence,repeats,ttft_p99_ms,itl_p99_ms,goodput\n1.0,keeps,twofold,,1,"
+        ),
+        "{csv}"
+    );
 }

@@ -7,7 +7,8 @@ use crate::measure::verdict::{Difference, Verdict};
 use crate::{Error, Result};
 
 /// Serialises to the JSON row of `diff --format json`: change and its bounds are fractions (0.05 is 5 % more), `p` is
-/// Welch's two-sided value before correction; what does not apply is null.
+/// Welch's two-sided value before correction, `effect_size` is Hedges' g (the difference over the pooled standard
+/// deviation of the repeats, corrected for their small number); what does not apply is null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DiffRow {
     pub arm: String,
@@ -20,17 +21,16 @@ pub struct DiffRow {
     pub high: Option<f64>,
     pub p: Option<f64>,
     pub verdict: Verdict,
+    pub effect_size: Option<f64>,
     #[serde(skip)]
     pub more: DiffDetails,
 }
 
-/// What tables and CSV show besides.
+/// What CSV shows besides.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiffDetails {
     /// `p` after correction for the number of metrics of the arm; the verdict goes by it.
     pub p_corrected: Option<f64>,
-    /// Hedges' g.
-    pub effect_size: Option<f64>,
     pub repeats_before: usize,
     pub repeats_after: usize,
     /// Neither side varies: the difference is exact, without a p value.
@@ -49,9 +49,9 @@ impl DiffRow {
             high: difference.interval.map(|interval| interval.1),
             p: difference.p,
             verdict: difference.verdict(p_corrected, metric.better),
+            effect_size: difference.effect_size,
             more: DiffDetails {
                 p_corrected,
-                effect_size: difference.effect_size,
                 repeats_before: difference.repeats.0,
                 repeats_after: difference.repeats.1,
                 deterministic: difference.deterministic,
@@ -101,7 +101,7 @@ pub fn to_csv(rows: &[DiffRow]) -> Result<String> {
             p: row.p,
             verdict: row.verdict,
             p_corrected: row.more.p_corrected,
-            effect_size: row.more.effect_size,
+            effect_size: row.effect_size,
             repeats_before: row.more.repeats_before,
             repeats_after: row.more.repeats_after,
         };
@@ -126,10 +126,18 @@ mod tests {
         let json: serde_json::Value =
             serde_json::from_str(&to_json(&[row(&[10.0], &[20.0])]).unwrap()).unwrap();
         let keys: Vec<&String> = json[0].as_object().unwrap().keys().collect();
-        assert_eq!(keys, ["arm", "metric", "before", "after", "change", "low", "high", "p", "verdict"]);
+        assert_eq!(
+            keys,
+            ["arm", "metric", "before", "after", "change", "low", "high", "p", "verdict", "effect_size"]
+        );
         assert_eq!(json[0]["change"], 1.0);
         assert!(json[0]["p"].is_null());
         assert_eq!(json[0]["verdict"], "too few repeats");
+        assert!(json[0]["effect_size"].is_null());
+        // Means 10 and 14, standard deviation 2: d = 2, times 1 - 3 / (4 x 4 - 1).
+        let varied = to_json(&[row(&[8.0, 10.0, 12.0], &[12.0, 14.0, 16.0])]).unwrap();
+        let varied: serde_json::Value = serde_json::from_str(&varied).unwrap();
+        assert!((varied[0]["effect_size"].as_f64().unwrap() - 1.6).abs() < 1e-12, "{varied}");
     }
 
     #[test]

@@ -1,0 +1,74 @@
+//! What is wrong with a command line, told as every other error is: a fact and a hint.
+
+use clap::error::ErrorKind;
+
+use crate::Error;
+
+/// The parser's complaint as an [`Error`]. Where it is no complaint (help, version) it is printed and the process ends.
+pub fn explained(error: &clap::Error) -> Error {
+    if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        error.exit();
+    }
+    let text = error.to_string();
+    let fact: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
+    let fact = fact.join(" ").trim_start_matches("error: ").to_string();
+    let tips: Vec<String> =
+        text.lines().filter_map(|line| line.trim().strip_prefix("tip: ")).map(tip).collect();
+    let hint = if tips.is_empty() { help(&text) } else { tips.join("; ") };
+    Error::invalid(fact, hint)
+}
+
+/// `a similar subcommand exists: 'run'` names what may have been meant; other advice stays as it is.
+fn tip(text: &str) -> String {
+    match text.split_once(": ") {
+        Some((what, names)) if what.contains("similar") => {
+            format!("did you mean {}?", names.replace('\'', "`").replace(", ", " or "))
+        }
+        _ => text.replace('\'', "`"),
+    }
+}
+
+/// The help of the command that was being read, which the usage line names.
+fn help(text: &str) -> String {
+    let usage = text.lines().find_map(|line| line.strip_prefix("Usage: ")).unwrap_or("");
+    let is_command = |word: &&str| word.chars().all(|c| c.is_ascii_lowercase());
+    let command: Vec<&str> = usage.split_whitespace().skip(1).take_while(is_command).collect();
+    let command = std::iter::once("inferwall").chain(command).collect::<Vec<_>>().join(" ");
+    format!("`{command} --help` shows what can be given")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Arguments;
+    use clap::Parser;
+
+    fn of(line: &str) -> (String, String) {
+        let error = Arguments::try_parse_from(line.split_whitespace()).unwrap_err();
+        let error = explained(&error);
+        assert_eq!(error.exit_code(), 2);
+        (error.to_string(), error.hint().to_string())
+    }
+
+    #[test]
+    fn commands_and_flags_that_do_not_exist_offer_the_nearest() {
+        let (fact, hint) = of("inferwall runn part1");
+        assert_eq!((fact.as_str(), hint.as_str()), ("unrecognized subcommand 'runn'", "did you mean `run`?"));
+        let (fact, hint) = of("inferwall fly");
+        assert_eq!(fact, "unrecognized subcommand 'fly'");
+        assert_eq!(hint, "`inferwall --help` shows what can be given");
+        let (fact, hint) = of("inferwall run x --devic cpu");
+        assert!(fact.contains("'--devic'") && hint == "did you mean `--device`?", "{fact} {hint}");
+    }
+
+    #[test]
+    fn values_that_are_missing_or_wrong_are_named() {
+        let (fact, hint) = of("inferwall diff a.csv");
+        assert!(
+            fact.contains("<AFTER>") && hint == "`inferwall diff --help` shows what can be given",
+            "{fact}: {hint}"
+        );
+        let (fact, _) = of("inferwall diff a.csv b.csv --format yaml");
+        assert!(fact.contains("yaml") && fact.contains("possible values: table, json, csv, md"), "{fact}");
+    }
+}

@@ -1,0 +1,109 @@
+//! What a search for the highest rate found: the rates tried, the answer, and how sure each judgement is.
+
+use serde::Serialize;
+use serde_json::json;
+
+use super::numbers::{DASH, number, optional};
+use super::{csv, table};
+use crate::cli::flags::Format;
+use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation};
+use crate::measure::statistics::mean;
+use crate::measure::summary::Summary;
+use crate::workload::rate::Rate;
+use crate::{Error, Result};
+
+/// One rate that was tried. Latencies are means over the repeats in milliseconds, as the judgement itself goes by them;
+/// `goodput` is completed requests a second that kept every limit; `confidence` is empty where no interval decided.
+#[derive(Debug, Serialize)]
+struct Row {
+    rate: Rate,
+    limits: &'static str,
+    basis: &'static str,
+    confidence: Option<f64>,
+    repeats: usize,
+    ttft_p99_ms: Option<f64>,
+    itl_p99_ms: Option<f64>,
+    goodput: Option<f64>,
+}
+
+impl Row {
+    fn of(judged: &Judged) -> Self {
+        let mean_of = |value: fn(&Summary) -> Option<f64>| {
+            let values: Vec<f64> = judged.repeats.iter().filter_map(value).collect();
+            (!values.is_empty()).then(|| mean(&values))
+        };
+        Self {
+            rate: judged.rate,
+            limits: if judged.judgement == Judgement::Keeps { "keeps" } else { "breaks" },
+            basis: judged.basis(),
+            confidence: judged.confidence(),
+            repeats: judged.repeats.len(),
+            ttft_p99_ms: mean_of(|summary| summary.ttft_p99_ms),
+            itl_p99_ms: mean_of(|summary| summary.itl_p99_ms),
+            goodput: judged.goodput(),
+        }
+    }
+}
+
+pub fn render(format: Format, found: &Saturation) -> Result<String> {
+    let rows: Vec<Row> = found.tried.iter().map(Row::of).collect();
+    match format {
+        Format::Json => {
+            let one = |judged: &Option<Judged>| {
+                judged.as_ref().map(|judged| {
+                    json!({"rate": judged.rate, "certain": judged.certain, "confidence": judged.confidence(),
+                           "basis": judged.basis(), "goodput": judged.goodput(),
+                           "repeats": judged.repeats.len()})
+                })
+            };
+            let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows});
+            let text = serde_json::to_string_pretty(&answer)
+                .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
+            Ok(text + "\n")
+        }
+        Format::Csv => csv::rows(&rows).map(|csv| csv.header + &csv.rows),
+        Format::Table | Format::Md => {
+            let header = ["rate", "limits", "decided by", "repeats", "TTFT p99", "ITL p99", "goodput"];
+            let cells: Vec<Vec<String>> = rows.iter().map(cells).collect();
+            Ok(table::render(format, &header, &cells, &[0, 3, 4, 5, 6])? + &answer(found))
+        }
+    }
+}
+
+fn cells(row: &Row) -> Vec<String> {
+    vec![
+        number(row.rate.per_s()),
+        row.limits.to_string(),
+        row.basis.to_string(),
+        row.repeats.to_string(),
+        optional(row.ttft_p99_ms),
+        optional(row.itl_p99_ms),
+        optional(row.goodput),
+    ]
+}
+
+fn answer(found: &Saturation) -> String {
+    let sure = |judged: &Judged| match judged.confidence() {
+        Some(confidence) => format!("with {} % confidence", confidence * 100.0),
+        None if judged.certain && judged.basis() == "twofold" => "clear by a factor of two".to_string(),
+        None if judged.certain => "a request failed".to_string(),
+        None => format!("by the means of {} repeats, not decided", judged.repeats.len()),
+    };
+    let kept =
+        found.keeps.as_ref().map_or(format!("no rate that was tried keeps the limits ({DASH})"), |judged| {
+            format!(
+                "{} requests/s keep the limits ({}), goodput {}",
+                judged.rate,
+                sure(judged),
+                optional(judged.goodput())
+            )
+        });
+    let broken = found.breaks.as_ref().map_or("no rate that was tried breaks them".to_string(), |judged| {
+        format!("{} break them ({})", judged.rate, sure(judged))
+    });
+    format!(
+        "\n{kept}; {broken}\n`{} %`: one-sided, of the mean over repeats, shared out among the looks; `twofold`: one \
+         repeat, clear of a limit by a factor of two; `by the means`: still open after the last repeat\n",
+        CONFIDENCE * 100.0
+    )
+}
