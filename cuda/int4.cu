@@ -1,61 +1,130 @@
-// Products with 4-bit weights, y[rows, n] = x[rows, k] W[n, k]^T, and the packing they read. w = (q - z) * s with q, z in 0..15
-// and a 16-bit s, shared by `group` columns (32, 64, 128...) of a row. Bytes: packed weights, scales and zero points once.
-//
-// Packing. W is cut into units of 16 rows and blocks of 64 columns; a unit's blocks follow each other, 512 bytes each: 16
-// bytes a lane (lane = 4 * group + pair), word i = 2*half + odd for one mma.m16n8k16. Its nibbles j (bits 4j) and j + 4 (bits
-// 16 + 4j) are the lane's fragment register a[j]: row group (j even) or group + 8 (j odd), columns c and c + 1 with
-// c = 32*half + 8*pair + 4*odd + 2*(j / 2). Then scales [unit][group][8] words (rows r and r + 8), then zero points, if any,
-// [unit][group][8] bytes (low nibble row r, high nibble row r + 8); both in `scales`.
-//
-// Nibbles become fp16 by bits: 0x6400 | q is 1024 + q, and 0x6400 | q << 4 is 1024 + 16 q; taking away 1024 + z, or
-// multiplying by 1/16 and taking away 64 + z, leaves q - z without rounding.
-#include "product.cuh"
+// Products with 4-bit weights (int4.cuh), y[rows, n] = x[rows, k] W[n, k]^T. `int4_stream_*`: up to 32 rows. `int4_tile_*`: any
+// number, the portable path. `int4_expand`: W in fp16 for a library's product. Wider ones on Hopper are in int4_hopper.cu.
+#include "int4.cuh"
 
-DEVICE u32 lop_and_or(u32 a, u32 mask, u32 bits) {
-    u32 out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(a), "r"(mask), "r"(bits)); // (a & mask) | bits
-    return out;
-}
-DEVICE u32 sub_half2(u32 a, u32 b) {
-    u32 out;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-DEVICE u32 mul_half2(u32 a, u32 b) {
-    u32 out;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
+// ---- 1 to 8 rows ----
 
-// What takes the zero points of rows group and group + 8 away.
-struct Zeros {
-    u32 low, high; // 1024 + z and -(64 + z), twice
-    __device__ __forceinline__ Zeros(u32 nibbles) {
-        low = 0x64006400u | (nibbles & 15) * 0x00010001u;
-        high = 0xd400d400u | (nibbles & 0xf0) * 0x00010001u;
-    }
+// The frame of stream_product (product.cuh) with UNITS units a warp, which share its reads of x, and stages of 128 columns. Two
+// things keep the instructions few: nibbles are multiplied with their offset (256 or 16) on, and offset and zero point are
+// taken away from the sum of a group, (256 + z) times the sum of its x, which a product with ones gives in the right lanes.
+// The scale multiplies that sum in fp32, so no weight is ever rounded. SCALES: 1 for groups of 128 columns and more, 4 for
+// smaller ones.
+template <int UNITS, int SCALES> struct Int4Stage {
+    uint4 words[UNITS][2];
+    u32 scale[UNITS][SCALES], zeros[UNITS][SCALES];
 };
 
-// The four fragment registers of a word, as q - z.
-DEVICE void unpack(u32 word, const Zeros &z, u32 (&a)[4]) {
-    const u32 sixteenth = 0x2c002c00u;
-    a[0] = sub_half2(lop_and_or(word, 0x000f000fu, 0x64006400u), z.low);
-    a[1] = fma_half2(lop_and_or(word, 0x00f000f0u, 0x64006400u), sixteenth, z.high);
-    word >>= 8;
-    a[2] = sub_half2(lop_and_or(word, 0x000f000fu, 0x64006400u), z.low);
-    a[3] = fma_half2(lop_and_or(word, 0x00f000f0u, 0x64006400u), sixteenth, z.high);
+template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(const Product &p) {
+    __shared__ float4 sums[WARPS][UNITS][32];
+    typedef Int4Stage<UNITS, SCALES> Stage;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
+    u32 units = p.n / UNIT, blocks = p.k / 64, stages = (blocks + 1) / 2;
+    u32 shares = WARPS * p.parts, share = blockIdx.y * WARPS + warp;
+    u32 begin = stages * share / shares, end = stages * (share + 1) / shares;
+    u32 shift = group_shift(p), groups = p.k >> shift;
+
+    const u8 *from[UNITS], *zeros = p.scales + (u64)p.n * groups * 2;
+    u32 scales_of[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        u32 unit = min(blockIdx.x * UNITS + u, units - 1); // past the end: repeated, never stored
+        from[u] = p.w + (u64)unit * blocks * 512 + lane * 16;
+        scales_of[u] = unit * groups * 8 + group;
+    }
+    auto load = [&](Stage &to, u32 stage) {
+        u32 second = 2 * stage + 1 < blocks ? 512 : 0; // past the end: its x is zero
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            to.words[u][0] = load_streaming(from[u] + stage * 1024);
+            to.words[u][1] = load_streaming(from[u] + stage * 1024 + second);
+#pragma unroll
+            for (int s = 0; s < SCALES; s++) {
+                u32 at = SCALES == 1 ? stage >> (shift - 7) : min((stage * SCALES + s) * (128 / SCALES) >> shift, groups - 1);
+                at = scales_of[u] + at * 8;
+                to.scale[u][s] = load_scale(p, at);
+                to.zeros[u][s] = p.zero_points ? __ldg(zeros + at) : 0x88u;
+            }
+        }
+    };
+    const f16 *row = p.x + (u64)group * p.k + 8 * pair;
+    auto load_x = [&](uint4 (&x)[4], u32 stage) {
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) {
+            bool valid = group < p.rows && (q < 2 || 2 * stage + 1 < blocks);
+            x[q] = valid ? *(const uint4 *)(row + stage * 128 + q * 32) : make_uint4(0, 0, 0, 0);
+        }
+    };
+    float acc[UNITS][4];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) acc[u][0] = acc[u][1] = acc[u][2] = acc[u][3] = 0.0f;
+    auto multiply = [&](const Stage &w, const uint4 (&x)[4]) {
+        const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+        for (int s = 0; s < SCALES; s++) {
+            float sum[UNITS][4], of_x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) sum[u][0] = sum[u][1] = sum[u][2] = sum[u][3] = 0.0f;
+#pragma unroll
+            for (int q = s * 4 / SCALES; q < (s + 1) * 4 / SCALES; q++) {
+                mma_16x8x16(of_x, ones, x[q].x, x[q].y);
+                mma_16x8x16(of_x, ones, x[q].z, x[q].w);
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) {
+                    u32 a[4];
+                    unpack_offset(word_of(w.words[u][q / 2], q % 2 * 2), a);
+                    mma_16x8x16(sum[u], a, x[q].x, x[q].y);
+                    unpack_offset(word_of(w.words[u][q / 2], q % 2 * 2 + 1), a);
+                    mma_16x8x16(sum[u], a, x[q].z, x[q].w);
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                float2 scale = unpack_half2(w.scale[u][s]);
+                float low = __uint_as_float(0x43800000u | (w.zeros[u][s] & 15) << 15);   // 256 + z
+                float high = __uint_as_float(0x41800000u | (w.zeros[u][s] & 0xf0) << 15); // 16 + z
+                acc[u][0] += scale.x * (sum[u][0] - low * of_x[0]), acc[u][1] += scale.x * (sum[u][1] - low * of_x[1]);
+                acc[u][2] += scale.y * (sum[u][2] - high * of_x[0]), acc[u][3] += scale.y * (sum[u][3] - high * of_x[1]);
+            }
+        }
+    };
+
+    Stage w[DEPTH];
+    uint4 x[2][4];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        if (begin + i < end) load(w[i], begin + i);
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    if (begin < end) load_x(x[0], begin);
+    for (u32 first = begin; first < end; first += DEPTH) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            u32 stage = first + i;
+            if (stage < end) {
+                if (stage + 1 < end) load_x(x[(i + 1) % 2], stage + 1);
+                multiply(w[i], x[i % 2]);
+                if (stage + DEPTH < end) load(w[i], stage + DEPTH);
+            }
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) sums[warp][u][lane] = make_float4(acc[u][0], acc[u][1], acc[u][2], acc[u][3]);
+    __syncthreads();
+    u32 unit = blockIdx.x * UNITS + warp;
+    if (warp >= UNITS || unit >= units) return;
+    float4 sum = sums[0][warp][lane];
+#pragma unroll
+    for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][warp][lane]);
+    stream_output(p, sum, unit, 0);
 }
 
-DEVICE u32 word_of(uint4 words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+#ifndef STREAM_KERNELS
+extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8(const __grid_constant__ Product p) { int4_stream<2, 8, 2, 1>(p); }
+extern "C" __global__ void __launch_bounds__(128, 6) int4_stream_8_short(const __grid_constant__ Product p) { int4_stream<1, 4, 2, 1>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8_small_groups(const __grid_constant__ Product p) { int4_stream<1, 8, 2, 4>(p); }
+#endif
 
-// Index of the scale (and zero point) of a lane, for the columns from `column`.
-DEVICE u64 scale_at(const Product &p, u32 unit, u32 column) {
-    return ((u64)unit * (p.k / p.group) + column / p.group) * 8 + (threadIdx.x & 31) / 4;
-}
-DEVICE u32 load_scale(const Product &p, u64 at) { return __ldg((const u32 *)p.scales + at); }
-DEVICE u32 load_zeros(const Product &p, u64 at) {
-    return p.zero_points ? __ldg(p.scales + (u64)p.n * (p.k / p.group) * 2 + at) : 0x88u;
-}
+// ---- 9 to 32 rows ----
 
 struct Int4Weights {
     static constexpr int COLS = 64;
@@ -120,7 +189,6 @@ struct Int4Weights {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8(const __grid_constant__ Product p) { stream_product<Int4Weights, 1, 8, 4>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_16(const __grid_constant__ Product p) { stream_product<Int4Weights, 2, 6, 2>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_32(const __grid_constant__ Product p) { stream_product<Int4Weights, 4, 4, 1>(p); }
 
@@ -219,18 +287,21 @@ template <int ROWS> DEVICE void int4_tile(const Product &p) {
 extern "C" __global__ void __launch_bounds__(256, 1) int4_tile_64(const __grid_constant__ Product p) { int4_tile<64>(p); }
 extern "C" __global__ void __launch_bounds__(256, 1) int4_tile_128(const __grid_constant__ Product p) { int4_tile<128>(p); }
 
-// fp16 [n, k], row-major, from the packing: one lane's 16 bytes a thread. Bytes: 2.5 a weight.
+// In one piece: the compiler would make four stores of it.
+DEVICE void store_16(void *to, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// fp16 [n, k], row-major, from the packing: a warp a block, one lane's 16 bytes a thread. Bytes: 2.5 a weight. grid (ceil(k / 64 / 8),
+// n / 16).
 KERNEL int4_expand(const u8 *w, const u8 *scales, f16 *to, u32 n, u32 k, u32 group, u32 zero_points) {
     let_next_kernel_start();
     wait_for_previous_kernel();
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (u64)n * k / 32) return;
+    u32 lane = threadIdx.x & 31, blocks = k / 64, unit = blockIdx.y, block = blockIdx.x * 8 + threadIdx.x / 32;
+    if (block >= blocks) return;
     Product p = {};
     p.scales = scales, p.n = n, p.k = k, p.group = group, p.zero_points = zero_points;
-    u32 lane = i & 31, blocks = k / 64;
-    u64 tile = i >> 5;
-    u32 unit = tile / blocks, block = tile % blocks;
-    uint4 words = load_streaming(w + i * 16);
+    uint4 words = load_streaming(w + ((u64)unit * blocks + block) * 512 + lane * 16);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u64 at = scale_at(p, unit, block * 64 + half * 32);
@@ -243,104 +314,8 @@ KERNEL int4_expand(const u8 *w, const u8 *scales, f16 *to, u32 n, u32 k, u32 gro
             for (int j = 0; j < 4; j++) a[odd][j] = mul_half2(a[odd][j], (j & 1 ? both >> 16 : both & 0xffff) * 0x00010001u);
         }
         f16 *row = to + (u64)(unit * 16 + lane / 4) * k + block * 64 + half * 32 + lane % 4 * 8;
-        *(uint4 *)row = make_uint4(a[0][0], a[0][2], a[1][0], a[1][2]);
-        *(uint4 *)(row + 8 * (u64)k) = make_uint4(a[0][1], a[0][3], a[1][1], a[1][3]);
+        store_16(row, a[0][0], a[0][2], a[1][0], a[1][2]);
+        store_16(row + 8 * (u64)k, a[0][1], a[0][3], a[1][1], a[1][3]);
     }
 }
 
-// ---- packing, once, at load ----
-
-#define FROM_COLUMNS 0   // compressed-tensors: words [n][k / 8] along columns, zeros [n / 8][k / group] along rows (0: all are 8),
-                         // scales [n][k / group]
-#define FROM_AWQ 1       // AutoAWQ: words [k][n / 8] along rows, zeros [k / group][n / 8], scales [k / group][n]
-#define FROM_SYNTHETIC 2 // the noise of engine/model/synthetic.rs, bit for bit
-
-struct Packed {
-    const u32 *words, *zeros;
-    const u16 *scales;
-    u32 n, k, group, source;
-    u32 bfloat;               // scales are bf16
-    u32 block, spread, first; // row r becomes row r / block * spread + r % block + first; spread 0: r + first
-    u32 total;                // rows of the matrix written
-    u32 word_keys[2], zero_keys[2], scale; // synthetic
-    u32 drawn_zeros;                       // synthetic: zero points are drawn, else 8
-    u32 padding;
-};
-
-DEVICE u32 noise(u32 index, const u32 (&keys)[2]) {
-    u32 x = index ^ keys[0];
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x += keys[1];
-    x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
-
-DEVICE u32 awq_shift(u32 row) { return 4 * ((row & 7) / 2 + (row & 1) * 4); }
-
-// Which row of the source a row of the matrix is; n and above when it is none of this source's.
-DEVICE u32 source_row(const Packed &s, u32 row) {
-    if (row < s.first) return 0xffffffffu;
-    row -= s.first;
-    if (s.spread == 0) return row;
-    return row % s.spread < s.block ? row / s.spread * s.block + row % s.spread : 0xffffffffu;
-}
-
-DEVICE u32 source_q(const Packed &s, u32 row, u32 column) {
-    if (s.source == FROM_AWQ) return s.words[(u64)column * (s.n / 8) + row / 8] >> awq_shift(row) & 15;
-    u64 at = (u64)row * (s.k / 8) + column / 8;
-    u32 word = s.source == FROM_SYNTHETIC ? noise((u32)at, s.word_keys) : s.words[at];
-    return word >> 4 * (column & 7) & 15;
-}
-
-DEVICE u32 source_z(const Packed &s, u32 row, u32 group) {
-    u32 groups = s.k / s.group;
-    if (s.source == FROM_AWQ) return s.zeros[(u64)group * (s.n / 8) + row / 8] >> awq_shift(row) & 15;
-    if (s.source == FROM_SYNTHETIC) return s.drawn_zeros ? 7 + (noise(row * groups + group, s.zero_keys) >> 31) : 8;
-    return s.zeros ? s.zeros[(u64)(row / 8) * groups + group] >> 4 * (row & 7) & 15 : 8;
-}
-
-DEVICE u16 source_scale(const Packed &s, u32 row, u32 group) {
-    if (s.source == FROM_SYNTHETIC) return s.scale;
-    u16 scale = s.scales[s.source == FROM_AWQ ? (u64)group * s.n + row : (u64)row * (s.k / s.group) + group];
-    return s.bfloat ? float_to_half(__uint_as_float((u32)scale << 16)) : scale;
-}
-
-// One word a thread, and with it what its lane holds of it: words of rows that another source brings keep those nibbles.
-KERNEL int4_pack_words(const __grid_constant__ Packed s, u32 *to) {
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (u64)s.total * s.k / 8) return;
-    u32 lane = i >> 2 & 31, blocks = s.k / 64, half = i >> 1 & 1, odd = i & 1;
-    u64 tile = i >> 7;
-    u32 unit = tile / blocks, block = tile % blocks;
-    u32 word = to[i];
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) {
-        u32 row = source_row(s, unit * 16 + lane / 4 + (j & 1) * 8);
-        if (row >= s.n) continue;
-        u32 column = block * 64 + half * 32 + lane % 4 * 8 + odd * 4 + j / 2 * 2;
-        word &= ~(0x000f000fu << 4 * j);
-        word |= (source_q(s, row, column) | source_q(s, row, column + 1) << 16) << 4 * j;
-    }
-    to[i] = word;
-}
-
-// One (unit, group, r) a thread: two scales and two zero points.
-KERNEL int4_pack_scales(const __grid_constant__ Packed s, u16 *scales, u8 *zeros, u32 *faults) {
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    u32 groups = s.k / s.group;
-    if (i >= (u64)s.total / 2 * groups) return;
-    u32 r = i & 7, group = (i >> 3) % groups, unit = (u32)((i >> 3) / groups);
-    u32 nibbles = zeros ? zeros[i] : 0;
-    for (u32 j = 0; j < 2; j++) {
-        u32 row = source_row(s, unit * 16 + r + j * 8);
-        if (row >= s.n) continue;
-        u16 scale = source_scale(s, row, group);
-        if ((scale & 0x7c00) == 0x7c00) atomicAdd(faults, 1);
-        scales[i * 2 + j] = scale;
-        u32 z = source_z(s, row, group);
-        nibbles = (nibbles & ~(15u << 4 * j)) | z << 4 * j;
-    }
-    if (zeros) zeros[i] = nibbles;
-}

@@ -43,6 +43,30 @@ DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y
 #define STREAM_WARPS 8
 #define UNIT 16
 
+// A warp's sums of a unit and a tile of 8 rows, as mma's d, to where they go: a lane has columns n0 and n0 + 8 of y, rows r and r + 1.
+DEVICE void stream_output(const Product &p, float4 sum, u32 unit, u32 tile) {
+    u32 lane = threadIdx.x & 31;
+    u32 r = tile * 8 + 2 * (lane & 3), n0 = unit * UNIT + (lane >> 2);
+    bool in0 = r < p.rows, in1 = r + 1 < p.rows;
+    if (p.bias) {
+        float b0 = p.bias[n0], b1 = p.bias[n0 + 8];
+        sum = add4(sum, make_float4(b0, b0, b1, b1));
+    }
+    if (p.output == OUTPUT_HALF) {
+        f16 *y = (f16 *)p.y + (u64)r * p.stride + n0;
+        if (in0) y[0] = float_to_half(sum.x), y[8] = float_to_half(sum.z);
+        if (in1) y[p.stride] = float_to_half(sum.y), y[p.stride + 8] = float_to_half(sum.w);
+    } else if (p.output == OUTPUT_SILU) {
+        f16 *y = (f16 *)p.y + (u64)r * p.stride + unit * 8 + (lane >> 2);
+        if (in0) y[0] = float_to_half(silu(sum.x) * sum.z);
+        if (in1) y[p.stride] = float_to_half(silu(sum.y) * sum.w);
+    } else {
+        float *y = (float *)p.y + blockIdx.y * p.part_stride + (u64)r * p.stride + n0;
+        if (in0) y[0] = sum.x, y[8] = sum.z;
+        if (in1) y[p.stride] = sum.y, y[p.stride + 8] = sum.w;
+    }
+}
+
 template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = STREAM_WARPS> DEVICE void stream_product(const Product &p) {
     constexpr int COLS = Weights::COLS, WORDS = COLS / 32;
     __shared__ float4 sums[WARPS][TILES][32];
@@ -96,26 +120,7 @@ template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = ST
 #pragma unroll
     for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][t][lane]);
 
-    // Lane: columns n0 and n0 + 8 of y, rows r and r + 1.
-    u32 r = t * 8 + 2 * pair, n0 = unit * UNIT + group;
-    bool in0 = r < p.rows, in1 = r + 1 < p.rows;
-    if (p.bias) {
-        float b0 = p.bias[n0], b1 = p.bias[n0 + 8];
-        sum = add4(sum, make_float4(b0, b0, b1, b1));
-    }
-    if (p.output == OUTPUT_HALF) {
-        f16 *y = (f16 *)p.y + (u64)r * p.stride + n0;
-        if (in0) y[0] = float_to_half(sum.x), y[8] = float_to_half(sum.z);
-        if (in1) y[p.stride] = float_to_half(sum.y), y[p.stride + 8] = float_to_half(sum.w);
-    } else if (p.output == OUTPUT_SILU) {
-        f16 *y = (f16 *)p.y + (u64)r * p.stride + unit * 8 + group;
-        if (in0) y[0] = float_to_half(silu(sum.x) * sum.z);
-        if (in1) y[p.stride] = float_to_half(silu(sum.y) * sum.w);
-    } else {
-        float *y = (float *)p.y + blockIdx.y * p.part_stride + (u64)r * p.stride + n0;
-        if (in0) y[0] = sum.x, y[8] = sum.z;
-        if (in1) y[p.stride] = sum.y, y[p.stride + 8] = sum.w;
-    }
+    stream_output(p, sum, unit, t);
 }
 
 // ---- many rows ----

@@ -33,6 +33,17 @@ fn whole_prompts_match() {
 }
 
 #[test]
+fn four_bit_checkpoints_match() {
+    for name in ["hybrid-geom-awq", "hybrid-geom-awq-mlp", "hybrid-geom-ct"] {
+        let (mut rig, golden) = rig(name);
+        for pieces in [&[golden.ids.len()][..], &[1], &[64, 86]] {
+            let found = rig.logits(0, &golden.ids, pieces);
+            assert_close(&format!("{name} {pieces:?}"), &found[golden.first..], &golden.logits);
+        }
+    }
+}
+
+#[test]
 fn any_split_matches() {
     for name in FOLDERS {
         let (mut rig, golden) = rig(name);

@@ -5,13 +5,9 @@ mod skip;
 
 use half::f16;
 use inferwall::engine::device::cuda::driver::Gpu;
-use inferwall::engine::device::cuda::int4;
 use inferwall::engine::device::cuda::launch::Stream;
 use inferwall::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use inferwall::engine::device::cuda::products::Products;
-use inferwall::engine::device::cuda::upload::Place;
-use inferwall::engine::model::layout::WeightFormat;
-use inferwall::engine::model::weights::MatrixData;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use skip::skip;
@@ -175,98 +171,6 @@ fn products_with_the_library_agree_with_plain_loops() {
     for (n, k) in SHAPES {
         for rows in [1, 5, 9, 33, 128, 200] {
             check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "library");
-        }
-    }
-}
-
-/// A random 4-bit matrix in both published packings: bytes for [`MatrixData`], and its values.
-struct Packed {
-    group: usize,
-    awq: [Vec<u8>; 3],
-    columns: [Vec<u8>; 3],
-    values: Vec<f16>,
-}
-
-fn packed(rng: &mut ChaCha8Rng, n: usize, k: usize, group: usize) -> Packed {
-    const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
-    let groups = k / group;
-    let q: Vec<u32> = (0..n * k).map(|_| rng.random_range(0..16)).collect();
-    let z: Vec<u32> = (0..n * groups).map(|_| rng.random_range(0..16)).collect();
-    let s: Vec<f16> = (0..n * groups).map(|_| f16::from_f32(rng.random_range(0.005..0.03))).collect();
-    let mut awq = [vec![0u32; n * k / 8], vec![0u32; n / 8 * groups]];
-    let mut columns = [vec![0u32; n * k / 8], vec![0u32; n / 8 * groups]];
-    let mut awq_scales = vec![f16::ZERO; n * groups];
-    let mut values = vec![f16::ZERO; n * k];
-    let nibble = |row: usize| 4 * ORDER.iter().position(|&at| at == row % 8).unwrap();
-    for row in 0..n {
-        for column in 0..k {
-            let value = q[row * k + column];
-            awq[0][column * (n / 8) + row / 8] |= value << nibble(row);
-            columns[0][(row * k + column) / 8] |= value << (4 * (column % 8));
-            let at = row * groups + column / group;
-            values[row * k + column] = f16::from_f32((value as f32 - z[at] as f32) * s[at].to_f32());
-        }
-        for at in 0..groups {
-            let zero = z[row * groups + at];
-            awq[1][at * (n / 8) + row / 8] |= zero << nibble(row);
-            columns[1][row / 8 * groups + at] |= zero << (4 * (row % 8));
-            awq_scales[at * n + row] = s[row * groups + at];
-        }
-    }
-    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
-    let halves = |values: &[f16]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-    Packed {
-        group,
-        awq: [words(&awq[0]), words(&awq[1]), halves(&awq_scales)],
-        columns: [words(&columns[0]), words(&columns[1]), halves(&s)],
-        values,
-    }
-}
-
-#[test]
-fn four_bit_products_agree_with_plain_loops() {
-    let Some(gpu) = gpu("four_bit_products_agree_with_plain_loops") else { return };
-    let stream = Stream::new(&gpu).unwrap();
-    let packer = int4::Packer::new(&gpu).unwrap();
-    for portable in [true, false] {
-        let products = Products::new(&gpu, 200, 2 * 272, 272 * 1280, portable).unwrap();
-        for (n, k, group) in [(16, 64, 32), (48, 320, 64), (272, 1280, 128), (160, 512, 256)] {
-            let mut rng = ChaCha8Rng::seed_from_u64((n * k) as u64);
-            let source = packed(&mut rng, n, k, group);
-            let [awq, columns] = [&source.awq, &source.columns];
-            let both = [
-                MatrixData::Awq { group: source.group, qweight: &awq[0], qzeros: &awq[1], scales: &awq[2] },
-                MatrixData::CompressedTensors {
-                    group: source.group,
-                    packed: &columns[0],
-                    scales: &columns[2],
-                    scale_format: WeightFormat::F16,
-                    zero_points: Some(&columns[1]),
-                },
-            ];
-            for data in &both {
-                let matrix = int4::empty(&gpu, "test", (n, k), group, true).unwrap();
-                packer.pack(&stream, "test", data, (n, k), Place::together(0), &matrix).unwrap();
-                for rows in [1, 5, 9, 17, 33, 65, 130] {
-                    let x = halves(&mut rng, rows * k, 1.0);
-                    let expected = reference(&x, &source.values, &[], (rows, n, k));
-                    let on_gpu = gpu.upload(&bits(&x)).unwrap();
-                    let case = Case {
-                        gpu: &gpu,
-                        stream: &stream,
-                        products: &products,
-                        x: on_gpu.pointer(),
-                        rows,
-                        matrix: &matrix,
-                    };
-                    let (found, _) = case.run(rows * n, true, |to| Output::Float { to, stride: n });
-                    let error = distance(&found, &expected);
-                    assert!(
-                        error < 1e-3,
-                        "portable {portable}, {rows} rows, {n} x {k}, groups of {group}: {error}"
-                    );
-                }
-            }
         }
     }
 }

@@ -17,6 +17,7 @@ TINY = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_ke
 GEOM = dict(TINY, hidden_size=128, intermediate_size=256, num_key_value_heads=1, head_dim=256,
             linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=262144, tied=False, mtp=False,
             sections=[11, 11, 10])
+GEOM_OF_2 = dict(GEOM, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 
 FIXTURES = {
     "hybrid-tiny": dict(kind="hybrid", shape=TINY, seed=1, note="Hybrid, 3 linear + 1 full layers, tied head."),
@@ -24,8 +25,8 @@ FIXTURES = {
     "hybrid-geom": dict(kind="hybrid", shape=GEOM, seed=2, note="Hybrid with the real head sizes, separate head."),
     "hybrid-geom-awq": dict(kind="hybrid", shape=GEOM, seed=2, quantize="awq", last_rows=8,
                             note="hybrid-geom, large linears in AutoAWQ GEMM int4, group 128, zero points."),
-    "hybrid-geom-awq-mlp": dict(kind="hybrid", shape=GEOM, seed=2, quantize="awq-mlp", last_rows=8,
-                                note="hybrid-geom, only the MLPs of layers 1.. in AutoAWQ int4."),
+    "hybrid-geom-awq-mlp": dict(kind="hybrid", shape=GEOM_OF_2, seed=2, quantize="awq-mlp", last_rows=8,
+                                note="Two layers like hybrid-geom's, only the MLPs of layers 1.. in AutoAWQ int4."),
     "hybrid-geom-ct": dict(kind="hybrid", shape=GEOM, seed=2, quantize="compressed-tensors", last_rows=8,
                            note="hybrid-geom, large linears in compressed-tensors int4, symmetric, group 32."),
     "dense-qwen2-tiny": dict(kind="qwen2", seed=3, note="Qwen2: bias on q, k, v; tied head; no head_dim."),

@@ -1,4 +1,4 @@
-//! 4-bit matrices on the GPU: both published formats, and noise, into the one packing the products read (cuda/int4.cu), made
+//! 4-bit matrices on the GPU: both published formats, and noise, into the one packing the products read (cuda/int4.cuh), made
 //! there from the file's own bytes, so that no 16-bit copy of a matrix ever exists.
 
 use super::driver::plain::Plain;
@@ -12,7 +12,7 @@ use crate::engine::model::synthetic;
 use crate::engine::model::weights::MatrixData;
 use crate::{Error, Result};
 
-/// `Packed` of cuda/int4.cu.
+/// `Packed` of cuda/int4_pack.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 struct Packed {
@@ -53,12 +53,12 @@ pub fn empty(
     group: usize,
     zero_points: bool,
 ) -> Result<Matrix> {
-    let blocks_share_scales = group == 32 || (group >= 64 && group.is_multiple_of(64));
+    let blocks_share_scales = group >= 32 && group.is_power_of_two();
     if rows % 16 != 0 || cols % 64 != 0 || !blocks_share_scales || cols % group != 0 {
         return Err(Error::invalid(
             format!(
                 "{name} is 4-bit, [{rows}, {cols}] in groups of {group}; the CUDA kernels take rows in 16s, columns in 64s and \
-                 groups of 32 or a multiple of 64"
+                 groups of 32, 64, 128 and so on"
             ),
             "use --device cpu for this checkpoint",
         ));
@@ -87,8 +87,8 @@ impl Packer {
     pub fn new(gpu: &Gpu) -> Result<Self> {
         Ok(Self {
             gpu: gpu.clone(),
-            words: gpu.kernel(&units::INT4, "int4_pack_words")?,
-            scales: gpu.kernel(&units::INT4, "int4_pack_scales")?,
+            words: gpu.kernel(&units::INT4_PACK, "int4_pack_words")?,
+            scales: gpu.kernel(&units::INT4_PACK, "int4_pack_scales")?,
             faults: gpu.allocate_zeroed(16)?,
         })
     }

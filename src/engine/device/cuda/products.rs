@@ -6,9 +6,11 @@
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
-//! 4-bit matrices (cuda/int4.cu): `int4_stream_*` for 32 rows at a time; more than 64 expand the matrix and leave the
-//! product to cuBLASLt, or without it go to `int4_tile_*`.
+//! 4-bit matrices: [`int4`].
 
+mod int4;
+
+use self::int4::Int4Products;
 use super::cublaslt::CublasLt;
 use super::driver::plain::Plain;
 use super::driver::{DeviceBuffer, Gpu, Kernel};
@@ -26,12 +28,6 @@ const SHORT_COLS: usize = 4096;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
-/// Rows from which expanding a 4-bit matrix for cuBLASLt is faster than reading it once for each 32 rows.
-const EXPAND_ROWS: usize = 65;
-/// Shared memory of `int4_tile_*`: four stages of that many rows of 128 bytes and eight units of 512.
-const fn int4_shared(rows: u32) -> u32 {
-    4 * (rows * 128 + 8 * 512)
-}
 /// Shared memory of `product_tile_*`: three stages of (rows + 128) rows of 128 bytes.
 const fn tile_shared(rows: u32) -> u32 {
     3 * (rows + 128) * 128
@@ -79,17 +75,14 @@ pub struct Products {
     stream: [Kernel; 3],
     short: Kernel,
     tile: [Kernel; 2],
-    int4_stream: [Kernel; 3],
-    int4_tile: [Kernel; 2],
-    expand: Kernel,
+    /// Where the model has 4-bit matrices.
+    int4: Option<Int4Products>,
     silu: Kernel,
     bias: Kernel,
     plain: PlainLinear,
     library: Option<CublasLt>,
     /// fp16 [rows up to SILU_ROWS, columns of gate and up], with cuBLASLt.
     gate_up: Option<DeviceBuffer>,
-    /// fp16 room for the largest 4-bit matrix, with cuBLASLt.
-    expanded: Option<DeviceBuffer>,
     multiprocessors: usize,
 }
 
@@ -100,7 +93,7 @@ impl Products {
     /// # Errors
     /// A cuBLASLt that does not work; a full GPU.
     pub fn new(gpu: &Gpu, rows: usize, gate_up: usize, int4_elements: usize, portable: bool) -> Result<Self> {
-        let (unit, int4) = (&units::PRODUCTS, &units::INT4);
+        let unit = &units::PRODUCTS;
         let library = if portable { None } else { CublasLt::open(gpu)? };
         let scratch = (2 * rows.min(SILU_ROWS) * gate_up) as u64;
         Ok(Self {
@@ -111,22 +104,16 @@ impl Products {
             ],
             short: gpu.kernel(unit, "product_stream_8_short")?,
             tile: [gpu.kernel(unit, "product_tile_64")?, gpu.kernel(unit, "product_tile_128")?],
-            int4_stream: [
-                gpu.kernel(int4, "int4_stream_8")?,
-                gpu.kernel(int4, "int4_stream_16")?,
-                gpu.kernel(int4, "int4_stream_32")?,
-            ],
-            int4_tile: [gpu.kernel(int4, "int4_tile_64")?, gpu.kernel(int4, "int4_tile_128")?],
-            expand: gpu.kernel(int4, "int4_expand")?,
+            int4: if int4_elements > 0 {
+                let expanded = if library.is_some() { int4_elements } else { 0 };
+                Some(Int4Products::new(gpu, expanded, portable)?)
+            } else {
+                None
+            },
             silu: gpu.kernel(unit, "product_silu")?,
             bias: gpu.kernel(unit, "product_bias")?,
             plain: PlainLinear::new(gpu)?,
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
-            expanded: if library.is_some() && int4_elements > 0 {
-                Some(gpu.allocate(2 * int4_elements as u64)?)
-            } else {
-                None
-            },
             library,
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
@@ -155,7 +142,7 @@ impl Products {
         // SAFETY: the caller's promise, for each.
         unsafe {
             if streams && rows <= few {
-                self.few_rows(stream, &self.stream, job)
+                self.few_rows(stream, job)
             } else if let Some(library) = library {
                 self.by_library(stream, library, w.weights.pointer(), job)
             } else if w.rows.is_multiple_of(16) && w.cols.is_multiple_of(8) {
@@ -168,61 +155,15 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn int4(&self, stream: &Stream, job: Job) -> Result<usize> {
-        let Job { rows, w, .. } = job;
-        let MatrixFormat::Int4 { group, zero_points } = w.format else {
-            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
-        };
-        let expanded = self.expanded.as_ref().filter(|room| room.bytes() >= (2 * w.rows * w.cols) as u64);
-        // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
-        unsafe {
-            let (Some(library), Some(expanded)) = (&self.library, expanded) else {
-                return if rows <= 32 {
-                    self.few_rows(stream, &self.int4_stream, job)
-                } else {
-                    self.many_rows(stream, &self.int4_tile, int4_shared, job)
-                };
-            };
-            if rows < EXPAND_ROWS {
-                let mut parts = 1;
-                for first in (0..rows).step_by(32) {
-                    let piece = Job {
-                        x: job.x + 2 * (first * w.cols) as u64,
-                        rows: (rows - first).min(32),
-                        w,
-                        output: from_row(job.output, first, w.rows),
-                    };
-                    parts = self.few_rows(stream, &self.int4_stream, piece)?;
-                }
-                return Ok(parts);
-            }
-            let words = (w.rows * w.cols / 32) as u64;
-            let launch = Launch::new(words.div_ceil(256) as u32, 256).overlapping();
-            let args: [Arg; 7] = [
-                (&w.weights).into(),
-                w.scales.as_ref().map_or(0, DeviceBuffer::pointer).into(),
-                expanded.into(),
-                (w.rows as u32).into(),
-                (w.cols as u32).into(),
-                (group as u32).into(),
-                u32::from(zero_points).into(),
-            ];
-            stream.launch(&self.expand, launch.cost(w.bytes() + 64 * words, 0), &args)?;
-            self.by_library(stream, library, expanded.pointer(), job)
-        }
-    }
-
-    /// # Safety
-    /// As [`Self::launch`].
-    unsafe fn few_rows(&self, stream: &Stream, kernels: &[Kernel; 3], job: Job) -> Result<usize> {
+    unsafe fn few_rows(&self, stream: &Stream, job: Job) -> Result<usize> {
         let (rows, w) = (job.rows, job.w);
         let units = w.rows / 16;
         let parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, job.output);
-        let mut kernel = &kernels[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
+        let mut kernel = &self.stream[if rows <= 8 { 0 } else { usize::from(rows > 16) + 1 }];
         let mut threads = 256;
         // Where units abound and k is short, half as many warps each let thread blocks end and begin more evenly.
         let abound = units >= 4 * self.multiprocessors && w.cols <= SHORT_COLS && units < MANY_UNITS;
-        if rows <= 8 && abound && w.format == MatrixFormat::F16 {
+        if rows <= 8 && abound {
             (kernel, threads) = (&self.short, 128);
         }
         let grid = [units as u32, parts as u32, 1];
@@ -368,19 +309,6 @@ fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
         Output::Float { to, stride } => (FLOAT, to, stride, 0, 4),
         Output::SiluMul { to, stride } => (SILU, to, stride, 0, 1),
         Output::Partials { to, part_stride, .. } => (PARTS, to, w.rows, part_stride, 4),
-    }
-}
-
-/// The same output from row `first` on.
-fn from_row(output: Output, first: usize, n: usize) -> Output {
-    let down = |to: u64, stride: usize, element: usize| to + (first * stride * element) as u64;
-    match output {
-        Output::Half { to, stride } => Output::Half { to: down(to, stride, 2), stride },
-        Output::Float { to, stride } => Output::Float { to: down(to, stride, 4), stride },
-        Output::SiluMul { to, stride } => Output::SiluMul { to: down(to, stride, 2), stride },
-        Output::Partials { to, part_stride, max_parts } => {
-            Output::Partials { to: down(to, n, 4), part_stride, max_parts }
-        }
     }
 }
 

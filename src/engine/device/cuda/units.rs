@@ -130,7 +130,36 @@ pub const INT4: Unit = Unit {
     file: "int4.cu",
     source: include_str!("../../../../cuda/int4.cu"),
     defines: &[],
-    hot: &["int4_stream_8", "int4_stream_16", "int4_stream_32", "int4_tile_64", "int4_tile_128"],
+    hot: &[
+        "int4_stream_8",
+        "int4_stream_8_short",
+        "int4_stream_8_small_groups",
+        "int4_stream_16",
+        "int4_stream_32",
+        "int4_tile_64",
+        "int4_tile_128",
+    ],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
+pub const INT4_HOPPER: Unit = Unit {
+    file: "int4_hopper.cu",
+    source: include_str!("../../../../cuda/int4_hopper.cu"),
+    defines: &[],
+    hot: &["int4_wide_16", "int4_wide_32", "int4_wide_64", "int4_wide_128"],
+    min_capability: 90,
+    max_capability: 90,
+};
+
+/// The same for groups of less than 128 columns.
+pub const INT4_HOPPER_SMALL_GROUPS: Unit = Unit { defines: &[("GROUPS", "4")], ..INT4_HOPPER };
+
+pub const INT4_PACK: Unit = Unit {
+    file: "int4_pack.cu",
+    source: include_str!("../../../../cuda/int4_pack.cu"),
+    defines: &[],
+    hot: &[],
     min_capability: 80,
     max_capability: ANY_LATER,
 };
@@ -139,6 +168,9 @@ pub const INT4: Unit = Unit {
 pub const ALL: &[&Unit] = &[
     &PRODUCTS,
     &INT4,
+    &INT4_HOPPER,
+    &INT4_HOPPER_SMALL_GROUPS,
+    &INT4_PACK,
     &NORM,
     &DELTA,
     &DELTA_STREAM,

@@ -151,30 +151,28 @@ impl Loader<'_> {
         })
     }
 
-    /// Modules side by side: runs of 16-bit ones become one matrix. `bias` covers all output columns.
+    /// Modules side by side: runs of one format become one matrix. `bias` covers all output columns.
     fn fused(&mut self, layer: Option<usize>, roles: &[Role], bias: Option<&[f32]>) -> Result<Parts> {
         let modules = roles.iter().map(|&role| self.find(layer, role)).collect::<Result<Vec<_>>>()?;
         let mut parts = Parts::new();
         let (mut begin, mut column) = (0, 0);
         while begin < modules.len() {
-            let is_half = |at: usize| !matches!(modules[at].1, WeightFormat::Int4 { .. });
+            // Every 16-bit format becomes fp16.
+            let kind =
+                |at: usize| Some(modules[at].1).filter(|format| matches!(format, WeightFormat::Int4 { .. }));
             let mut end = begin + 1;
-            while is_half(begin) && end < modules.len() && is_half(end) {
+            while end < modules.len() && kind(end) == kind(begin) {
                 end += 1;
             }
             let run = &modules[begin..end];
             let rows: usize = run.iter().map(|(linear, _)| linear.rows).sum();
-            let mut matrix = if is_half(begin) {
-                let matrix = self.empty(rows, run[0].0.cols)?;
-                let mut first = 0;
-                for (linear, _) in run {
-                    self.half(linear, &matrix.weights, Place::together(first))?;
-                    first += linear.rows;
-                }
-                matrix
-            } else {
-                self.module(layer, run[0].0.role)?
-            };
+            let (head, format) = &run[0];
+            let mut matrix = self.empty_as(head, *format, rows)?;
+            let mut first = 0;
+            for (linear, _) in run {
+                self.fill(linear, &matrix, Place::together(first))?;
+                first += linear.rows;
+            }
             if let Some(bias) = bias {
                 matrix.bias = Some(self.uploader.gpu().upload(&bias[column..column + rows])?);
             }

@@ -1,0 +1,68 @@
+// 4-bit weights: w = (q - z) * s with q, z in 0..15 and a 16-bit s, shared by `group` columns (32, 64, 128...) of a row.
+//
+// Packing. W is cut into units of 16 rows and blocks of 64 columns; a unit's blocks follow each other, 512 bytes each: 16
+// bytes a lane (lane = 4 * group + pair), word i = 2*half + odd for one mma.m16n8k16. Its nibbles j and j + 4 are the lane's
+// fragment register a[j]: row group (j even) or group + 8 (j odd), columns c and c + 1 with
+// c = 32*half + 8*pair + 4*odd + 2*(j / 2). Nibble j is at bits 4j + 2, nibble j + 4 at 16 + 4j + 2, modulo 32. Then scales
+// [unit][group][8] words (rows r and r + 8), then zero points, if any, [unit][group][8] bytes (low nibble row r, high nibble
+// row r + 8); both in `scales`.
+//
+// Nibbles become fp16 by bits: q at bits 2..5 under 0x5c00 is 256 + q, at bits 6..9 under 0x4c00 it is 16 + q, both exact.
+#pragma once
+#include "product.cuh"
+
+DEVICE u32 lop_and_or(u32 a, u32 mask, u32 bits) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(a), "r"(mask), "r"(bits)); // (a & mask) | bits
+    return out;
+}
+DEVICE u32 sub_half2(u32 a, u32 b) {
+    u32 out;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+DEVICE u32 mul_half2(u32 a, u32 b) {
+    u32 out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// The four fragment registers of a word, each with its offset: 256 + q in rows group, 16 + q in rows group + 8.
+DEVICE void unpack_offset(u32 word, u32 (&a)[4]) {
+    a[0] = lop_and_or(word, 0x003c003cu, 0x5c005c00u);
+    a[1] = lop_and_or(word, 0x03c003c0u, 0x4c004c00u);
+    word = __byte_perm(word, 0, 0x0321); // right by 8 bits, around
+    a[2] = lop_and_or(word, 0x003c003cu, 0x5c005c00u);
+    a[3] = lop_and_or(word, 0x03c003c0u, 0x4c004c00u);
+}
+
+// What takes the offsets and the zero points of rows group and group + 8 away, twice in a word.
+struct Zeros {
+    u32 low, high; // 256 + z, 16 + z
+    __device__ __forceinline__ Zeros(u32 nibbles) {
+        low = 0x5c005c00u | (nibbles & 15) * 0x00040004u;
+        high = 0x4c004c00u | (nibbles & 0xf0) * 0x00040004u;
+    }
+};
+
+// The four fragment registers of a word, as q - z.
+DEVICE void unpack(u32 word, const Zeros &z, u32 (&a)[4]) {
+    unpack_offset(word, a);
+    a[0] = sub_half2(a[0], z.low), a[1] = sub_half2(a[1], z.high);
+    a[2] = sub_half2(a[2], z.low), a[3] = sub_half2(a[3], z.high);
+}
+
+DEVICE u32 word_of(uint4 words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+
+// Groups of 32 or of a power of two of 64 columns: shifts instead of divisions, which would cost more than the product.
+DEVICE u32 group_shift(const Product &p) { return 31 - __clz(p.group); }
+
+// Index of the scale (and zero point) of a lane, for the columns from `column`.
+DEVICE u64 scale_at(const Product &p, u32 unit, u32 column) {
+    u32 shift = group_shift(p);
+    return ((u64)unit * (p.k >> shift) + (column >> shift)) * 8 + (threadIdx.x & 31) / 4;
+}
+DEVICE u32 load_scale(const Product &p, u64 at) { return __ldg((const u32 *)p.scales + at); }
+DEVICE u32 load_zeros(const Product &p, u64 at) {
+    return p.zero_points ? __ldg(p.scales + ((u64)p.n * (p.k >> group_shift(p)) * 2 + at)) : 0x88u;
+}

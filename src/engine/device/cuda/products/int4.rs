@@ -1,0 +1,245 @@
+//! Products with 4-bit weights (cuda/int4.cu, cuda/int4_hopper.cu), and the choice among them.
+//!
+//! | rows of x | product |
+//! |---|---|
+//! | 1 to 8 | `int4_stream_8*`: memory-bound, straight to registers |
+//! | 9 to `WIDE_ROWS` on Hopper | `int4_wide_*`: warpgroup products, W dequantised into registers |
+//! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
+//! | more | `int4_expand` and cuBLASLt, or without it `int4_tile_*` |
+
+use super::{Job, Products, parts_for};
+use crate::engine::device::cuda::compile::Unit;
+use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
+use crate::engine::device::cuda::launch::{Arg, Launch, Stream};
+use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
+use crate::engine::device::cuda::units;
+use crate::{Error, Result};
+
+/// Rows up to which `int4_wide_*` are faster than expanding the matrix for cuBLASLt.
+const WIDE_ROWS: usize = 384;
+/// Rows from which expanding is faster than reading the matrix once for each 32 rows.
+const EXPAND_ROWS: usize = 65;
+/// Rows of W that a thread block of `int4_wide_*` makes.
+const WIDE_TILE: usize = 192;
+/// Rows of x of `int4_wide_*`, in the order of their kernels.
+const WIDE_BATCH: [usize; 4] = [16, 32, 64, 128];
+/// `int4_stream_8` makes two units of 16 rows in a thread block; where the output takes no parts and units are fewer than this,
+/// its thread blocks are too few to end evenly, and `int4_stream_8_short` with a quarter of the work in each is faster.
+const FEW_UNITS: usize = 1024;
+
+/// Shared memory of `int4_tile_*`: four stages of that many rows of 128 bytes and eight units of 512.
+const fn tile_shared(rows: u32) -> u32 {
+    4 * (rows * 128 + 8 * 512)
+}
+
+/// Threads of `int4_wide_*`: a warp for each 16 rows of W, and a warpgroup that brings x.
+const WIDE_THREADS: u32 = 512;
+
+/// Shared memory of `int4_wide_*`: the ring of x, stages of 256 bytes a row, and later the tile of sums.
+fn wide_shared(batch: usize) -> u32 {
+    let slots = if batch >= 64 { 4 } else { 8 };
+    (256 * batch * slots).max(4 * batch * (WIDE_TILE + 4)) as u32
+}
+
+pub(super) struct Int4Products {
+    few: Kernel,
+    short: Kernel,
+    small_groups: Kernel,
+    /// To 16 and 32 rows.
+    stream: [Kernel; 2],
+    /// For groups of 128 and more, and for smaller ones.
+    wide: Option<[[Kernel; 4]; 2]>,
+    tile: [Kernel; 2],
+    expand: Kernel,
+    /// fp16 room for the largest 4-bit matrix, with cuBLASLt.
+    expanded: Option<DeviceBuffer>,
+}
+
+impl Int4Products {
+    /// With room to expand a matrix of `elements` (0: none is expanded). `portable`: none but kernels for every GPU.
+    pub fn new(gpu: &Gpu, elements: usize, portable: bool) -> Result<Self> {
+        let unit = &units::INT4;
+        let wide = |unit: &'static Unit| -> Result<[Kernel; 4]> {
+            let kernel = |name| gpu.kernel(unit, name);
+            Ok([
+                kernel("int4_wide_16")?,
+                kernel("int4_wide_32")?,
+                kernel("int4_wide_64")?,
+                kernel("int4_wide_128")?,
+            ])
+        };
+        let hopper = !portable && units::INT4_HOPPER.supports(gpu.facts().capability);
+        Ok(Self {
+            few: gpu.kernel(unit, "int4_stream_8")?,
+            short: gpu.kernel(unit, "int4_stream_8_short")?,
+            small_groups: gpu.kernel(unit, "int4_stream_8_small_groups")?,
+            stream: [gpu.kernel(unit, "int4_stream_16")?, gpu.kernel(unit, "int4_stream_32")?],
+            wide: if hopper {
+                Some([wide(&units::INT4_HOPPER)?, wide(&units::INT4_HOPPER_SMALL_GROUPS)?])
+            } else {
+                None
+            },
+            tile: [gpu.kernel(unit, "int4_tile_64")?, gpu.kernel(unit, "int4_tile_128")?],
+            expand: gpu.kernel(unit, "int4_expand")?,
+            expanded: if elements > 0 { Some(gpu.allocate(2 * elements as u64)?) } else { None },
+        })
+    }
+}
+
+impl Products {
+    /// # Safety
+    /// As [`Self::launch`].
+    pub(super) unsafe fn int4(&self, stream: &Stream, job: Job) -> Result<usize> {
+        let Job { rows, w, .. } = job;
+        let MatrixFormat::Int4 { group, .. } = w.format else {
+            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+        };
+        let Some(int4) = &self.int4 else {
+            return Err(Error::failed("a 4-bit matrix, and products made without", ""));
+        };
+        let expanded = int4.expanded.as_ref().filter(|room| room.bytes() >= (2 * w.rows * w.cols) as u64);
+        let library = self.library.as_ref().zip(expanded);
+        // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
+        unsafe {
+            if rows <= 8 {
+                return self.int4_few(stream, int4, group, job);
+            }
+            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= WIDE_ROWS || library.is_none()) {
+                return self.int4_wide(stream, &kernels[usize::from(group < 128)], job);
+            }
+            match library {
+                Some((library, expanded)) if rows >= EXPAND_ROWS => {
+                    self.int4_expand(stream, &int4.expand, w, expanded)?;
+                    self.by_library(stream, library, expanded.pointer(), job)
+                }
+                None if rows > 32 => self.many_rows(stream, &int4.tile, tile_shared, job),
+                _ => {
+                    let mut parts = 1;
+                    for first in (0..rows).step_by(32) {
+                        let piece = Job {
+                            x: job.x + 2 * (first * w.cols) as u64,
+                            rows: (rows - first).min(32),
+                            w,
+                            output: from_row(job.output, first, w.rows),
+                        };
+                        let units = w.rows / 16;
+                        parts = parts_for(units, w.cols / 64, 8, self.multiprocessors, job.output);
+                        let launch = Launch::grid([units as u32, parts as u32, 1], 256);
+                        let kernel = &int4.stream[usize::from(piece.rows > 16)];
+                        self.put(stream, kernel, launch, piece, parts)?;
+                    }
+                    Ok(parts)
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn int4_few(&self, stream: &Stream, int4: &Int4Products, group: usize, job: Job) -> Result<usize> {
+        let units = job.w.rows / 16;
+        let parted = matches!(job.output, Output::Partials { .. });
+        let (kernel, threads, together) = if group < 128 {
+            (&int4.small_groups, 256, 1)
+        } else if !parted && units < FEW_UNITS {
+            (&int4.short, 128, 1)
+        } else {
+            (&int4.few, 256, 2)
+        };
+        let blocks = units.div_ceil(together);
+        let parts = parts_for(blocks, job.w.cols / 64, 16, self.multiprocessors, job.output);
+        let launch = Launch::grid([blocks as u32, parts as u32, 1], threads);
+        // SAFETY: the caller's promise; the shape is one that `int4::empty` makes.
+        unsafe { self.put(stream, kernel, launch, job, parts)? };
+        Ok(parts)
+    }
+
+    /// # Safety
+    /// As [`Self::launch`].
+    unsafe fn int4_wide(&self, stream: &Stream, kernels: &[Kernel; 4], job: Job) -> Result<usize> {
+        let at = WIDE_BATCH.iter().position(|&batch| job.rows <= batch).unwrap_or(WIDE_BATCH.len() - 1);
+        let batch = WIDE_BATCH[at];
+        let tiles = [job.rows.div_ceil(batch), job.w.rows.div_ceil(WIDE_TILE)];
+        let (parts, cluster) =
+            wide_parts(tiles[0] * tiles[1], job.w.cols.div_ceil(128), self.multiprocessors, job.output);
+        let launch = Launch::grid([parts as u32, tiles[0] as u32, tiles[1] as u32], WIDE_THREADS)
+            .shared(wide_shared(batch))
+            .cluster(cluster as u32);
+        // SAFETY: the caller's promise; the shape is one that `int4::empty` makes.
+        unsafe { self.put(stream, &kernels[at], launch, job, parts)? };
+        Ok(if cluster > 1 { 1 } else { parts })
+    }
+
+    /// W in fp16, row-major, to `to`.
+    ///
+    /// # Safety
+    /// `to` holds the matrix until the work is done.
+    unsafe fn int4_expand(
+        &self,
+        stream: &Stream,
+        kernel: &Kernel,
+        w: &Matrix,
+        to: &DeviceBuffer,
+    ) -> Result<()> {
+        let MatrixFormat::Int4 { group, zero_points } = w.format else {
+            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+        };
+        let launch = Launch::grid([(w.cols / 64).div_ceil(8) as u32, (w.rows / 16) as u32, 1], 256);
+        let bytes = w.bytes() + (2 * w.rows * w.cols) as u64;
+        let args: [Arg; 7] = [
+            (&w.weights).into(),
+            w.scales.as_ref().map_or(0, DeviceBuffer::pointer).into(),
+            to.into(),
+            (w.rows as u32).into(),
+            (w.cols as u32).into(),
+            (group as u32).into(),
+            u32::from(zero_points).into(),
+        ];
+        // SAFETY: the kernel's parameters in order; the caller's promise.
+        unsafe { stream.launch(kernel, launch.overlapping().cost(bytes, 0), &args) }
+    }
+}
+
+/// The same output from row `first` on.
+fn from_row(output: Output, first: usize, n: usize) -> Output {
+    let down = |to: u64, stride: usize, element: usize| to + (first * stride * element) as u64;
+    match output {
+        Output::Half { to, stride } => Output::Half { to: down(to, stride, 2), stride },
+        Output::Float { to, stride } => Output::Float { to: down(to, stride, 4), stride },
+        Output::SiluMul { to, stride } => Output::SiluMul { to: down(to, stride, 2), stride },
+        Output::Partials { to, part_stride, max_parts } => {
+            Output::Partials { to: down(to, n, 4), part_stride, max_parts }
+        }
+    }
+}
+
+/// Parts of k for `tiles` thread blocks, one a multiprocessor, and the cluster that sums them where the output takes none.
+fn wide_parts(tiles: usize, stages: usize, multiprocessors: usize, output: Output) -> (usize, usize) {
+    let fill = (multiprocessors / tiles.max(1)).max(1).min((stages / 4).max(1));
+    match output {
+        Output::Partials { max_parts, .. } => (fill.min(max_parts), 1),
+        _ => {
+            let cluster = fill.min(4);
+            (cluster, cluster)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_wide_products_fill_the_gpu_once() {
+        let parts = |max_parts| Output::Partials { to: 0, part_stride: 0, max_parts };
+        let half = Output::Half { to: 0, stride: 8 };
+        // The 9B: mixer output and down, delta-net input, gate and up.
+        assert_eq!(wide_parts(22, 32, 132, parts(8)), (6, 1));
+        assert_eq!(wide_parts(44, 96, 132, parts(8)), (3, 1));
+        assert_eq!(wide_parts(22, 32, 132, parts(2)), (2, 1));
+        assert_eq!(wide_parts(64, 32, 132, half), (2, 2));
+        assert_eq!(wide_parts(128, 32, 132, half), (1, 1));
+        assert_eq!(wide_parts(1, 2, 132, half), (1, 1));
+        assert_eq!(wide_parts(1, 64, 132, half), (4, 4));
+    }
+}
