@@ -174,3 +174,15 @@ fn products_with_the_library_agree_with_plain_loops() {
         }
     }
 }
+
+/// On Hopper these are the warpgroup products, from 9 rows on; elsewhere the portable ones once more.
+#[test]
+fn products_without_the_library_agree_with_plain_loops() {
+    let Some(gpu) = gpu("products_without_the_library_agree_with_plain_loops") else { return };
+    let products = Products::new(&gpu, 300, 2 * 2560, 0, false).unwrap().without_library();
+    for (n, k) in SHAPES {
+        for rows in [9, 17, 33, 65, 100, 129, 255] {
+            check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "no library");
+        }
+    }
+}
