@@ -69,6 +69,7 @@ fn attention(gpu: &Gpu, new: usize, context: usize, prompts: usize, portable: bo
         token_stride: d as u32,
         head_stride: (block_tokens * d) as u32,
         block_tokens: block_tokens as u32,
+        blocks: (prompts * table_stride) as u64,
         tables: tables.pointer(),
         table_stride: table_stride as i32,
     };
@@ -105,7 +106,7 @@ fn attention(gpu: &Gpu, new: usize, context: usize, prompts: usize, portable: bo
     Ok(())
 }
 
-fn delta(gpu: &Gpu, new: usize, prompts: usize) -> Result<()> {
+fn delta(gpu: &Gpu, new: usize, prompts: usize, portable: bool) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let (key_heads, value_heads) = (16usize, 32usize);
     let channels = (2 * key_heads + value_heads) * HEAD;
@@ -120,7 +121,7 @@ fn delta(gpu: &Gpu, new: usize, prompts: usize) -> Result<()> {
     };
     let rows = new * prompts;
     let stream = Stream::new(gpu)?;
-    let prefill = DeltaPrefill::new(gpu, shape, rows, prompts)?;
+    let prefill = DeltaPrefill::new(gpu, shape, rows, prompts, portable)?;
     let work = Work::new((0..prompts as i32).map(|i| (i, 0, i * new as i32, new as i32)));
     let flat: Vec<i32> =
         work.pieces.iter().flat_map(|p| [p.slot, p.context, p.start, p.count, p.first_chunk]).collect();
@@ -151,7 +152,8 @@ fn delta(gpu: &Gpu, new: usize, prompts: usize) -> Result<()> {
     run()?;
     let (launches, events) = stream.stop_recording();
     gpu.synchronize()?;
-    print!("delta net           {prompts:>3} x {new:>5}            : {:>9.1} us; alone:", time * 1e6);
+    let name = if portable { "portable" } else { "best" };
+    print!("delta net {name:<9} {prompts:>3} x {new:>5}            : {:>9.1} us; alone:", time * 1e6);
     for (i, launched) in launches.iter().enumerate() {
         let seconds = events[i + 1].seconds_since(&events[i])?;
         let (bytes, flops) = (launched.cost.bytes as f64, launched.cost.flops as f64);
@@ -179,11 +181,12 @@ fn main() {
             attention(&gpu, 2048, 0, 1, portable)?;
             attention(&gpu, 8192, 0, 1, portable)?;
             attention(&gpu, 8192, 19808, 1, portable)?;
+            delta(&gpu, 256, 1, portable)?;
+            delta(&gpu, 256, 8, portable)?;
+            delta(&gpu, 2048, 1, portable)?;
+            delta(&gpu, 8192, 1, portable)?;
         }
-        delta(&gpu, 256, 1)?;
-        delta(&gpu, 256, 8)?;
-        delta(&gpu, 2048, 1)?;
-        delta(&gpu, 8192, 1)
+        Ok(())
     };
     if let Err(error) = all() {
         println!("{error}; {}", error.hint());

@@ -112,7 +112,7 @@ fn relative(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
 
 /// Runs prompts of `lengths`, each cut at `cuts`, all prompts side by side in every step. Relative errors of outputs and
 /// of final states.
-fn errors(gpu: &Gpu, heads: (usize, usize), lengths: &[usize], cuts: &[usize]) -> (f64, f64) {
+fn errors(gpu: &Gpu, portable: bool, heads: (usize, usize), lengths: &[usize], cuts: &[usize]) -> (f64, f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(lengths.iter().sum::<usize>() as u64);
     let model = Model::new(&mut rng, heads.0, heads.1);
     let (pitch, width) = (model.pitch(), model.value_heads * HEAD);
@@ -129,7 +129,7 @@ fn errors(gpu: &Gpu, heads: (usize, usize), lengths: &[usize], cuts: &[usize]) -
         norm_eps: 1e-6,
     };
     let rows: usize = lengths.iter().sum();
-    let prefill = DeltaPrefill::new(gpu, shape, rows, lengths.len()).expect("kernels load");
+    let prefill = DeltaPrefill::new(gpu, shape, rows, lengths.len(), portable).expect("kernels load");
     let stream = Stream::new(gpu).expect("a stream");
     // Slots hold rubbish from an earlier sequence: it must not be read.
     let slots = lengths.len() + 1;
@@ -213,9 +213,13 @@ fn chunked_delta_rule_equals_the_recurrence() {
         ("real head counts, long", (16, 32), &[700], &[512]),
     ];
     for (name, heads, lengths, cuts) in cases {
-        let (out, state) = errors(&gpu, heads, lengths, cuts);
-        println!("{name}: relative error {out:.1e} of outputs, {state:.1e} of states");
-        // Operands are rounded to fp16 (2^-11) in a chain of products; see the rounding study quoted in the source.
-        assert!(out < 6e-3 && state < 4e-3, "{name}: {out} {state}");
+        for portable in [false, true] {
+            let (out, state) = errors(&gpu, portable, heads, lengths, cuts);
+            println!(
+                "{name}, portable {portable}: relative error {out:.1e} of outputs, {state:.1e} of states"
+            );
+            // Operands are rounded to fp16 (2^-11) in a chain of products; see the rounding study quoted in the source.
+            assert!(out < 6e-3 && state < 4e-3, "{name}, portable {portable}: {out} {state}");
+        }
     }
 }

@@ -84,6 +84,7 @@ fn relative_error(gpu: &Gpu, case: &Case, portable: bool) -> f64 {
         token_stride: (kv_heads * d) as u32,
         head_stride: d as u32,
         block_tokens: block_tokens as u32,
+        blocks: blocks as u64,
         tables: tables.pointer(),
         table_stride: table_stride as i32,
     };

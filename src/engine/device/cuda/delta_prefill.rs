@@ -1,4 +1,4 @@
-//! Launches of the chunked gated delta rule for prompt chunks (cuda/delta_prefill.cu): heads of 128 x 128.
+//! Launches of the chunked gated delta rule for prompt chunks (cuda/delta_prefill.cu, delta_scan_hopper.cu): heads of 128 x 128.
 
 use super::driver::{DeviceBuffer, Gpu, Kernel};
 use super::launch::{Arg, Launch, Stream, bytes_of};
@@ -16,6 +16,9 @@ const CHUNKS_SHARED: u32 = (2 * CHUNK * 256 + 2 * CHUNK * 68 * 4 + 3 * CHUNK * 4
 /// Shared memory of `delta_scan`: S and two V tiles, and one or two stages of W, Q, K, P and U.
 const SCAN_SHARED: u32 = (HEAD * 64 + 2 * CHUNK * 64) as u32;
 const SCAN_STAGE: u32 = (3 * CHUNK * 256 + CHUNK * 128 + CHUNK * 64) as u32;
+/// The same on Hopper: three stages, each with its running sums of g, and S and V' twice.
+const HOPPER_SHARED: u32 =
+    3 * (SCAN_STAGE + CHUNK as u32 * 4) + 2 * (HEAD * 64) as u32 + 3 * (CHUNK * 64) as u32;
 
 /// A prompt chunk of a step: `count` new tokens at row `start`, after `context` cached ones. As the kernels' `Piece`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,6 +104,8 @@ pub struct DeltaPrefill {
     chunks: Kernel,
     scan: Kernel,
     finish: Kernel,
+    /// The scan is that of delta_scan_hopper.cu.
+    hopper: bool,
     shape: DeltaShape,
     stages: i32,
     conv: DeviceBuffer,
@@ -108,6 +113,7 @@ pub struct DeltaPrefill {
     w: DeviceBuffer,
     p: DeviceBuffer,
     g: DeviceBuffer,
+    beta: DeviceBuffer,
     o: DeviceBuffer,
 }
 
@@ -117,36 +123,44 @@ impl DeltaPrefill {
         Self::sizes(shape, rows, pieces).iter().sum()
     }
 
-    /// conv, U, W, P, G, o.
-    fn sizes(shape: &DeltaShape, rows: usize, pieces: usize) -> [u64; 6] {
-        let tiles = (Work::max_chunks(rows, pieces) * shape.value_heads as usize) as u64;
+    /// conv, U, W, P, G, beta, o.
+    fn sizes(shape: &DeltaShape, rows: usize, pieces: usize) -> [u64; 7] {
+        let chunks = Work::max_chunks(rows, pieces);
+        let tiles = (chunks * shape.value_heads as usize) as u64;
         let tile = (CHUNK * HEAD * 2) as u64;
-        let rows = rows as u64;
         [
-            2 * rows * shape.channels() as u64,
+            (2 * chunks * CHUNK * shape.channels()) as u64,
             tiles * tile,
             tiles * tile,
             tiles * (CHUNK * CHUNK * 2) as u64,
             tiles * (CHUNK * 4) as u64,
-            4 * rows * (shape.value_heads as usize * HEAD) as u64,
+            tiles * (CHUNK * 4) as u64,
+            (4 * rows * shape.value_heads as usize * HEAD) as u64,
         ]
     }
 
-    pub fn new(gpu: &Gpu, shape: DeltaShape, rows: usize, pieces: usize) -> Result<Self> {
+    /// `portable` forces the scan that any GPU can run.
+    ///
+    /// # Errors
+    /// Compilation, loading, a full GPU.
+    pub fn new(gpu: &Gpu, shape: DeltaShape, rows: usize, pieces: usize, portable: bool) -> Result<Self> {
         let unit = &units::DELTA_PREFILL;
-        let [conv, u, w, p, g, o] = Self::sizes(&shape, rows, pieces);
+        let hopper = units::DELTA_SCAN_HOPPER.supports(gpu.facts().capability) && !portable;
+        let [conv, u, w, p, g, beta, o] = Self::sizes(&shape, rows, pieces);
         Ok(Self {
             prepare: gpu.kernel(unit, "delta_prepare")?,
             chunks: gpu.kernel(unit, "delta_chunks")?,
-            scan: gpu.kernel(unit, "delta_scan")?,
+            scan: gpu.kernel(if hopper { &units::DELTA_SCAN_HOPPER } else { unit }, "delta_scan")?,
             finish: gpu.kernel(unit, "delta_finish")?,
             shape,
+            hopper,
             stages: if gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024 { 2 } else { 1 },
             conv: gpu.allocate(conv)?,
             u: gpu.allocate(u)?,
             w: gpu.allocate(w)?,
             p: gpu.allocate(p)?,
             g: gpu.allocate(g)?,
+            beta: gpu.allocate(beta)?,
             o: gpu.allocate(o)?,
         })
     }
@@ -183,14 +197,19 @@ impl DeltaPrefill {
         let chunk_count = work.chunks.len() as u32;
         let tile_flops = (CHUNK * CHUNK * HEAD) as u64;
 
-        let prepare = Launch::grid([channels as u32 / HEAD as u32, chunk_count, 1], 128)
+        let (conv_blocks, gate_blocks) = ((channels as u32 / HEAD as u32).div_ceil(2), heads.div_ceil(4));
+        let prepare = Launch::grid([conv_blocks + gate_blocks, chunk_count, 1], 128)
             .overlapping()
             .cost(4 * rows * channels, 9 * rows * channels);
         let args = [
             Arg::from(layer.mixed),
             Arg::from(layer.taps),
+            Arg::from(layer.a_log),
+            Arg::from(layer.dt_bias),
             Arg::from(layer.window),
             Arg::from(&self.conv),
+            Arg::from(&self.g),
+            Arg::from(&self.beta),
             Arg::from(pieces),
             Arg::from(chunks),
             shape_arg,
@@ -208,15 +227,11 @@ impl DeltaPrefill {
             .cost(2 * rows * channels + written, products);
         let args = [
             Arg::from(&self.conv),
-            Arg::from(layer.mixed),
-            Arg::from(layer.a_log),
-            Arg::from(layer.dt_bias),
+            Arg::from(&self.g),
+            Arg::from(&self.beta),
             Arg::from(&self.u),
             Arg::from(&self.w),
             Arg::from(&self.p),
-            Arg::from(&self.g),
-            Arg::from(pieces),
-            Arg::from(chunks),
             shape_arg,
         ];
         // SAFETY: the arguments are those of delta_chunks; the workspace holds `work`'s chunks.
@@ -224,11 +239,16 @@ impl DeltaPrefill {
 
         let state_element = if shape.state_type == 0 { 4 } else { 2 };
         let state = 2 * state_element * work.pieces.len() as u64 * width * HEAD as u64;
-        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], 256)
-            .shared(SCAN_SHARED + self.stages as u32 * SCAN_STAGE)
+        let (threads, cluster, shared) = match self.hopper {
+            true => (288, 2, HOPPER_SHARED),
+            false => (256, 1, SCAN_SHARED + self.stages as u32 * SCAN_STAGE),
+        };
+        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], threads)
+            .shared(shared)
+            .cluster(cluster)
             .overlapping()
             .cost(
-                written + state + 2 * rows * channels + 4 * rows * width,
+                written + state + 2 * rows * (channels - width) + 4 * rows * width,
                 tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 2 * tile_flops),
             );
         let args = [
@@ -243,10 +263,12 @@ impl DeltaPrefill {
             shape_arg,
             Arg::from(self.stages),
         ];
+        // Hopper's takes no `stages`.
+        let args = &args[..args.len() - usize::from(self.hopper)];
         // SAFETY: the arguments are those of delta_scan.
-        unsafe { stream.launch(&self.scan, scan, &args) }?;
+        unsafe { stream.launch(&self.scan, scan, args) }?;
 
-        let finish = Launch::grid([heads, chunk_count, 1], 128)
+        let launch = Launch::grid([heads, chunk_count, 1], 128)
             .overlapping()
             .cost(rows * width * (4 + 2 + 2), 8 * rows * width);
         let args = [
@@ -260,6 +282,6 @@ impl DeltaPrefill {
             shape_arg,
         ];
         // SAFETY: the arguments are those of delta_finish.
-        unsafe { stream.launch(&self.finish, finish, &args) }
+        unsafe { stream.launch(&self.finish, launch, &args) }
     }
 }

@@ -94,6 +94,7 @@ pub struct Forward {
     mixed_pitch: usize,
     qkv_pitch: usize,
     block_tokens: usize,
+    kv_blocks: usize,
 }
 
 impl Forward {
@@ -149,7 +150,7 @@ impl Forward {
                     },
                     norm_eps: spec.norm_eps,
                 };
-                Some(DeltaPrefill::new(gpu, shape, limits.rows, plan.max_num_seqs)?)
+                Some(DeltaPrefill::new(gpu, shape, limits.rows, plan.max_num_seqs, limits.portable)?)
             }
             _ => None,
         };
@@ -223,6 +224,7 @@ impl Forward {
             mixed_pitch,
             qkv_pitch,
             block_tokens: plan.block_tokens,
+            kv_blocks: plan.kv_blocks,
         })
     }
 
@@ -439,6 +441,7 @@ impl Forward {
                 token_stride: shape.head_dim as u32,
                 head_stride: head_stride as u32,
                 block_tokens: self.block_tokens as u32,
+                blocks: self.kv_blocks as u64,
                 tables: step.table,
                 table_stride: batch.table_pitch as i32,
             };

@@ -4,7 +4,6 @@
 //! [`driver`] and [`launch`] are memory, streams, launches and graphs.
 
 pub mod batch;
-pub mod batch_product;
 pub mod ceilings;
 pub mod compile;
 pub mod cublaslt;
@@ -22,6 +21,7 @@ pub mod nvrtc;
 pub mod prefill_attention;
 pub mod products;
 pub mod session;
+pub mod tensor_map;
 pub mod units;
 pub mod upload;
 pub mod weights;

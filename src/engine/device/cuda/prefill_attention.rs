@@ -2,11 +2,15 @@
 
 use super::driver::{Gpu, Kernel};
 use super::launch::{Arg, Launch, Stream, bytes_of};
+use super::tensor_map::TensorMap;
 use super::units;
 use crate::{Error, Result};
 
-/// Keys a block works on at a time, in both files.
+/// Keys a block works on at a time, in the portable file and in Hopper's.
 const TILE_KEYS: usize = 64;
+const TILE_KEYS_HOPPER: usize = 80;
+/// Keys of a copy on Hopper, which never crosses a block of the cache.
+const BOX_KEYS: usize = 16;
 
 /// A prompt chunk: `new_tokens` rows of q from `first_row` on, after `context_tokens` cached ones, whose blocks are in row
 /// `table` of the block tables. As the kernel's `Chunk`.
@@ -21,7 +25,7 @@ pub struct Chunk {
 
 /// K and V of one layer in the paged cache, fp16: element d of token t of kv head h lies at
 /// `table[t / block_tokens] * block_stride + (t % block_tokens) * token_stride + h * head_stride + d` (strides in
-/// elements, multiples of 8).
+/// elements, multiples of 8). `block_tokens` is a multiple of 16.
 #[derive(Debug, Clone, Copy)]
 pub struct PagedKv {
     pub keys: u64,
@@ -30,6 +34,8 @@ pub struct PagedKv {
     pub token_stride: u32,
     pub head_stride: u32,
     pub block_tokens: u32,
+    /// Blocks in the pool.
+    pub blocks: u64,
     /// i32 [sequences, table_stride] block ids.
     pub tables: u64,
     pub table_stride: i32,
@@ -69,6 +75,7 @@ pub struct PrefillAttention {
     tile_rows: usize,
     threads: u32,
     shared_bytes: u32,
+    hopper: bool,
 }
 
 impl PrefillAttention {
@@ -92,13 +99,15 @@ impl PrefillAttention {
         let capability = gpu.facts().capability;
         if units::PREFILL_ATTENTION_HOPPER.supports(capability) && head_dim >= 128 && !portable {
             let kernel = gpu.kernel(&units::PREFILL_ATTENTION_HOPPER, name)?;
-            // Two query tiles, two K slots, two V slots, and room to align them to 1024 bytes.
+            let key_bytes = (TILE_KEYS_HOPPER * head_dim * 2) as u32;
+            // Two query tiles of 64, two K slots, two V slots, and room to align them to 1024 bytes.
             return Ok(Self {
                 kernel,
                 head_dim,
                 tile_rows: 128,
-                threads: 256,
-                shared_bytes: 6 * tile_bytes + 1024,
+                threads: 384,
+                shared_bytes: 2 * tile_bytes + 4 * key_bytes + 1024,
+                hopper: true,
             });
         }
         // As WARPS in the file: only these parts have shared memory for eight warps' rows.
@@ -110,6 +119,7 @@ impl PrefillAttention {
             tile_rows,
             threads: 32 * warps as u32,
             shared_bytes: (tile_rows * head_dim * 2) as u32 + 2 * tile_bytes,
+            hopper: false,
         })
     }
 
@@ -151,16 +161,6 @@ impl PrefillAttention {
         if tiles.list.is_empty() {
             return Ok(());
         }
-        let mut cache_words = [0u64; 6];
-        cache_words[0] = cache.keys;
-        cache_words[1] = cache.values;
-        cache_words[2] = cache.block_stride;
-        cache_words[3] = u64::from(cache.token_stride) | u64::from(cache.head_stride) << 32;
-        // block_tokens, four bytes of padding, then the tables' pointer; the stride follows.
-        cache_words[4] = u64::from(cache.block_tokens);
-        cache_words[5] = cache.tables;
-        let mut cache_bytes = bytes_of(&cache_words).to_vec();
-        cache_bytes.extend_from_slice(&(cache.table_stride as i64).to_le_bytes());
         let (gate_pointer, gate_stride, gate_head_stride) =
             gate.map_or((0, 0, 0), |gate| (gate.rows.pointer, gate.rows.stride, gate.head_stride));
         let scale_log2 = std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt();
@@ -168,11 +168,14 @@ impl PrefillAttention {
         let q_rows = tiles.rows * heads as u64 * if gate.is_some() { 3 } else { 2 };
         let bytes = row_bytes * (q_rows + 2 * tiles.keys * kv_heads as u64);
         let flops = 4 * self.head_dim as u64 * heads as u64 * tiles.visible_pairs;
+        // Query heads of one key-value head that share what they read.
+        let cluster = if self.hopper && (heads / kv_heads).is_multiple_of(2) { 2 } else { 1 };
         let launch = Launch::grid([heads as u32, tiles.list.len() as u32, 1], self.threads)
             .shared(self.shared_bytes)
+            .cluster(cluster)
             .overlapping()
             .cost(bytes, flops);
-        let args = [
+        let mut args = vec![
             Arg::from(q.pointer),
             Arg::from(q.stride),
             Arg::from(gate_pointer),
@@ -180,13 +183,37 @@ impl PrefillAttention {
             Arg::from(gate_head_stride),
             Arg::from(out.pointer),
             Arg::from(out.stride),
-            Arg::Struct(&cache_bytes),
+        ];
+        let work = [
             Arg::from(chunks),
             Arg::from(tiles_on_device),
             Arg::from((heads / kv_heads) as i32),
             Arg::from(scale_log2),
         ];
-        // SAFETY: the arguments are those of both files' kernels, in their order; pointers are the caller's promise.
+        // The last word of either structure ends in padding.
+        let tokens = u64::from(cache.block_tokens);
+        let stride = cache.table_stride as u64 & 0xffff_ffff;
+        if self.hopper {
+            let map = |address| {
+                TensorMap::halves(
+                    address,
+                    [self.head_dim as u64, tokens, kv_heads as u64, cache.blocks],
+                    [u64::from(cache.token_stride), u64::from(cache.head_stride), cache.block_stride],
+                    [64, BOX_KEYS as u32, 1, 1],
+                )
+            };
+            let (keys, values) = (map(cache.keys)?, map(cache.values)?);
+            let tables = [cache.tables, stride | tokens << 32];
+            args.extend([keys.words(), values.words(), &tables].map(|words| Arg::Struct(bytes_of(words))));
+            args.extend(work);
+            // SAFETY: the arguments are those of Hopper's kernels, in their order; pointers are the caller's promise.
+            return unsafe { stream.launch(&self.kernel, launch, &args) };
+        }
+        let strides = u64::from(cache.token_stride) | u64::from(cache.head_stride) << 32;
+        let paged = [cache.keys, cache.values, cache.block_stride, strides, tokens, cache.tables, stride];
+        args.push(Arg::Struct(bytes_of(&paged)));
+        args.extend(work);
+        // SAFETY: the arguments are those of the portable kernels, in their order; pointers are the caller's promise.
         unsafe { stream.launch(&self.kernel, launch, &args) }
     }
 }

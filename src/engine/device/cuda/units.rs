@@ -110,6 +110,16 @@ pub const DELTA_PREFILL: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+/// Clusters that share what they read: where a block may have the shared memory for three stages of it.
+pub const DELTA_SCAN_HOPPER: Unit = Unit {
+    file: "delta_scan_hopper.cu",
+    source: include_str!("../../../../cuda/delta_scan_hopper.cu"),
+    defines: &[],
+    hot: &["delta_scan"],
+    min_capability: 90,
+    max_capability: 90,
+};
+
 pub const PRODUCTS: Unit = Unit {
     file: "products.cu",
     source: include_str!("../../../../cuda/products.cu"),
@@ -124,15 +134,6 @@ pub const PRODUCTS: Unit = Unit {
     ],
     min_capability: 80,
     max_capability: ANY_LATER,
-};
-
-pub const PRODUCTS_HOPPER: Unit = Unit {
-    file: "products_hopper.cu",
-    source: include_str!("../../../../cuda/products_hopper.cu"),
-    defines: &[],
-    hot: super::batch_product::NAMES,
-    min_capability: 90,
-    max_capability: 90,
 };
 
 pub const INT4: Unit = Unit {
@@ -176,7 +177,6 @@ pub const INT4_PACK: Unit = Unit {
 /// All of them.
 pub const ALL: &[&Unit] = &[
     &PRODUCTS,
-    &PRODUCTS_HOPPER,
     &INT4,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,
@@ -192,4 +192,5 @@ pub const ALL: &[&Unit] = &[
     &PREFILL_ATTENTION,
     &PREFILL_ATTENTION_HOPPER,
     &DELTA_PREFILL,
+    &DELTA_SCAN_HOPPER,
 ];

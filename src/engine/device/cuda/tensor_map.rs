@@ -1,0 +1,56 @@
+//! Tensor maps: how the copy engine of Hopper and later sees a tensor in global memory.
+
+use cudarc::driver::sys;
+
+use super::driver::check;
+use crate::Result;
+
+/// What a kernel takes as `const __grid_constant__ TensorMap` (cuda/cluster.cuh).
+#[derive(Debug, Clone, Copy)]
+pub struct TensorMap([u64; 16]);
+
+impl TensorMap {
+    /// Halves at `address`, boxes of `extent` of them swizzled by 128 bytes in shared memory, reads outside giving zeros. Sizes and
+    /// box are in elements, fastest dimension (contiguous) first; `strides`, in elements, are of the other three.
+    ///
+    /// # Errors
+    /// The driver's refusal, for strides or an address that are no multiple of 16 bytes or a box that is too large.
+    pub fn halves(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
+        use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
+        use sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
+        use sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;
+        use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as PROMOTION;
+        use sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B as SWIZZLE;
+        #[repr(C, align(64))]
+        struct Aligned([u64; 16]);
+        let mut map = Aligned([0; 16]);
+        let (strides, steps) = (strides.map(|stride| 2 * stride), [1u32; 4]);
+        // SAFETY: all arrays have the rank's length, and the map the size and alignment of CUtensorMap; no memory behind
+        // `address` is touched.
+        let code = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                (&raw mut map).cast(),
+                FLOAT16,
+                4,
+                address as *mut std::ffi::c_void,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                extent.as_ptr(),
+                steps.as_ptr(),
+                PLAIN,
+                SWIZZLE,
+                PROMOTION,
+                ZEROS,
+            )
+        };
+        check(code.result(), || {
+            format!("describing a tensor of {sizes:?}, strides {strides:?} bytes, boxes of {extent:?}")
+        })?;
+        Ok(Self(map.0))
+    }
+
+    /// For [`super::launch::Arg::Struct`].
+    pub fn words(&self) -> &[u64] {
+        &self.0
+    }
+}
