@@ -4,6 +4,7 @@
 //! [`driver`] and [`launch`] are memory, streams, launches and graphs.
 
 pub mod batch;
+pub mod batch_product;
 pub mod ceilings;
 pub mod compile;
 pub mod cublaslt;

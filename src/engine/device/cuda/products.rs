@@ -2,7 +2,8 @@
 //!
 //! | rows of x | product |
 //! |---|---|
-//! | few (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
+//! | few (1 to 8, to 32 without cuBLASLt off Hopper) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
+//! | to 128 on Hopper, any more without cuBLASLt | `product_batch_*` ([`batch_product`](super::batch_product)): one block a multiprocessor, fed by the copy engine |
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
@@ -11,16 +12,17 @@
 mod int4;
 
 use self::int4::Int4Products;
+use super::batch_product::BatchProducts;
 use super::cublaslt::CublasLt;
 use super::driver::plain::Plain;
 use super::driver::{DeviceBuffer, Gpu, Kernel};
-use super::launch::{Arg, Launch, Stream, bytes_of};
+use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
 use super::linear::PlainLinear;
 use super::matrix::{Matrix, MatrixFormat, Output};
 use super::units;
 use crate::{Error, Result};
 
-/// Rows from which cuBLASLt is the faster one.
+/// Rows from which cuBLASLt and `product_batch_*` are faster than `product_stream_*`.
 const LIBRARY_ROWS: usize = 9;
 /// `product_stream_8_short` is the faster one to this many columns, from four units of 16 rows a multiprocessor to so many
 /// that start and end no longer matter.
@@ -36,19 +38,19 @@ const fn tile_shared(rows: u32) -> u32 {
 /// `Product` of cuda/product.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct Arguments {
-    x: u64,
-    w: u64,
+pub(super) struct Arguments {
+    pub(super) x: u64,
+    pub(super) w: u64,
     scales: u64,
-    bias: u64,
-    y: u64,
-    part_stride: u64,
-    rows: u32,
-    n: u32,
-    k: u32,
-    stride: u32,
-    output: u32,
-    parts: u32,
+    pub(super) bias: u64,
+    pub(super) y: u64,
+    pub(super) part_stride: u64,
+    pub(super) rows: u32,
+    pub(super) n: u32,
+    pub(super) k: u32,
+    pub(super) stride: u32,
+    pub(super) output: u32,
+    pub(super) parts: u32,
     group: u32,
     zero_points: u32,
 }
@@ -59,8 +61,8 @@ unsafe impl Plain for Arguments {}
 // `OUTPUT_*` of cuda/product.cuh.
 const HALF: u32 = 0;
 const FLOAT: u32 = 1;
-const SILU: u32 = 2;
-const PARTS: u32 = 3;
+pub(super) const SILU: u32 = 2;
+pub(super) const PARTS: u32 = 3;
 
 /// y = x Wᵀ for `rows` rows at `x`.
 #[derive(Clone, Copy)]
@@ -81,6 +83,7 @@ pub struct Products {
     bias: Kernel,
     plain: PlainLinear,
     library: Option<CublasLt>,
+    hopper: Option<BatchProducts>,
     /// fp16 [rows up to SILU_ROWS, columns of gate and up], with cuBLASLt.
     gate_up: Option<DeviceBuffer>,
     multiprocessors: usize,
@@ -115,8 +118,19 @@ impl Products {
             plain: PlainLinear::new(gpu)?,
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
             library,
+            hopper: if portable { None } else { BatchProducts::open(gpu)? },
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
+    }
+
+    /// The same as if cuBLASLt were not installed.
+    pub fn without_library(self) -> Self {
+        Self { library: None, gate_up: None, ..self }
+    }
+
+    /// The same as on a GPU without Hopper's warpgroup products.
+    pub fn without_hopper(self) -> Self {
+        Self { hopper: None, ..self }
     }
 
     /// Queues y = x Wᵀ + bias for x fp16 [rows, W's columns]. Returns the parts written (1 unless the output is parts).
@@ -137,12 +151,18 @@ impl Products {
             return unsafe { self.int4(stream, job) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
-        let few = if self.library.is_some() { LIBRARY_ROWS - 1 } else { 32 };
-        let library = self.library.as_ref().filter(|_| w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8));
+        let few = if self.library.is_some() || self.hopper.is_some() { LIBRARY_ROWS - 1 } else { 32 };
+        let eights = w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8);
+        let library = self.library.as_ref().filter(|_| eights);
+        let hopper =
+            self.hopper.as_ref().filter(|hopper| eights && (library.is_none() || hopper.beats_library(rows)));
         // SAFETY: the caller's promise, for each.
         unsafe {
             if streams && rows <= few {
                 self.few_rows(stream, job)
+            } else if let Some(hopper) = hopper {
+                let most_parts = if let Output::Partials { max_parts, .. } = output { max_parts } else { 1 };
+                hopper.launch(stream, arguments(job, 1), most_parts, cost(job, 1))
             } else if let Some(library) = library {
                 self.by_library(stream, library, w.weights.pointer(), job)
             } else if w.rows.is_multiple_of(16) && w.cols.is_multiple_of(8) {
@@ -203,31 +223,8 @@ impl Products {
         job: Job,
         parts: usize,
     ) -> Result<()> {
-        let Job { x, rows, w, output } = job;
-        let (kind, y, stride, part_stride, element) = destination(w, output);
-        let (group, zero_points) = match w.format {
-            MatrixFormat::F16 => (0, 0),
-            MatrixFormat::Int4 { group, zero_points } => (group as u32, u32::from(zero_points)),
-        };
-        let arguments = Arguments {
-            x,
-            w: w.weights.pointer(),
-            scales: w.scales.as_ref().map_or(0, DeviceBuffer::pointer),
-            bias: w.bias.as_ref().map_or(0, DeviceBuffer::pointer),
-            y,
-            part_stride: part_stride as u64,
-            rows: rows as u32,
-            n: w.rows as u32,
-            k: w.cols as u32,
-            stride: stride as u32,
-            output: kind,
-            parts: parts as u32,
-            group,
-            zero_points,
-        };
-        let bytes = w.bytes() + (rows * (2 * w.cols + parts * element * w.rows)) as u64;
-        let flops = 2 * (rows * w.rows * w.cols) as u64;
-        let launch = launch.overlapping().cost(bytes, flops);
+        let arguments = arguments(job, parts);
+        let launch = Launch { cost: cost(job, parts), ..launch }.overlapping();
         // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
         unsafe { stream.launch(kernel, launch, &[Arg::Struct(bytes_of(&[arguments]))]) }
     }
@@ -300,6 +297,40 @@ impl Products {
         // SAFETY: the kernel's parameters in order; the bias holds W's rows, the rest is the caller's promise.
         unsafe { stream.launch(&self.bias, launch, &args) }
     }
+}
+
+/// What the kernels are told of a product in `parts` parts.
+fn arguments(job: Job, parts: usize) -> Arguments {
+    let Job { x, rows, w, output } = job;
+    let (kind, y, stride, part_stride, _) = destination(w, output);
+    let (group, zero_points) = match w.format {
+        MatrixFormat::F16 => (0, 0),
+        MatrixFormat::Int4 { group, zero_points } => (group as u32, u32::from(zero_points)),
+    };
+    Arguments {
+        x,
+        w: w.weights.pointer(),
+        scales: w.scales.as_ref().map_or(0, DeviceBuffer::pointer),
+        bias: w.bias.as_ref().map_or(0, DeviceBuffer::pointer),
+        y,
+        part_stride: part_stride as u64,
+        rows: rows as u32,
+        n: w.rows as u32,
+        k: w.cols as u32,
+        stride: stride as u32,
+        output: kind,
+        parts: parts as u32,
+        group,
+        zero_points,
+    }
+}
+
+/// Each of W, x and the output once.
+fn cost(job: Job, parts: usize) -> LaunchCost {
+    let Job { rows, w, output, .. } = job;
+    let element = destination(w, output).4;
+    let bytes = w.bytes() + (rows * (2 * w.cols + parts * element * w.rows)) as u64;
+    LaunchCost::new(bytes, 2 * (rows * w.rows * w.cols) as u64)
 }
 
 /// Kind, address, stride, stride of parts and bytes of an element for each element of W's rows.

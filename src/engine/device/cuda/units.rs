@@ -136,6 +136,15 @@ pub const PRODUCTS: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const PRODUCTS_HOPPER: Unit = Unit {
+    file: "products_hopper.cu",
+    source: include_str!("../../../../cuda/products_hopper.cu"),
+    defines: &[],
+    hot: super::batch_product::NAMES,
+    min_capability: 90,
+    max_capability: 90,
+};
+
 pub const INT4: Unit = Unit {
     file: "int4.cu",
     source: include_str!("../../../../cuda/int4.cu"),
@@ -177,6 +186,7 @@ pub const INT4_PACK: Unit = Unit {
 /// All of them.
 pub const ALL: &[&Unit] = &[
     &PRODUCTS,
+    &PRODUCTS_HOPPER,
     &INT4,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,

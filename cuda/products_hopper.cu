@@ -1,0 +1,161 @@
+// Products of 9 and more rows on Hopper: y[rows, n] = x[rows, k] W[n, k]^T, fp16 in, sums in fp32 (see product.cuh).
+//
+// Rows of W are the 64 rows of a warpgroup's product, the batch is its N columns (padded to N), so a small batch wastes little.
+// A block takes `block_rows` rows of W (a multiple of 8, 16 where gate and up are in turn, at most 64 * GROUPS) and a part of
+// k, 64 columns at a time: one thread asks the copy engine for tiles of W and x, swizzled by it, into a ring of `stages`;
+// each group of four warps multiplies 64 rows. What a group reads past `block_rows` is other bytes of the ring, in rows of
+// the product that nobody looks at, so the rows of a block may be what gives each multiprocessor one block. The ring takes all of
+// a multiprocessor: as soon as one is done, a block of the next product begins to fill it with weights.
+//
+// Tails in rows, n and k are zeros from the copy engine; n and k are multiples of 8.
+// grid (tiles of W, parts of k, tiles of N rows of x).
+#include "product.cuh"
+#include "wgmma.cuh"
+
+struct __align__(64) TensorMap {
+    u64 words[16];
+};
+
+struct BatchProduct {
+    TensorMap w; // [n, k], boxes of block_rows rows by 64 columns
+    TensorMap x; // [rows, k], boxes of N rows by 64 columns
+    const float *bias;
+    void *y;
+    u64 part_stride;
+    u32 rows, n, k, stride, output, parts;
+    u32 block_rows, stages;
+    u32 unused[2];
+};
+
+#define MAX_STAGES 16
+// Fractions of 1 for the L2's eviction policy, as createpolicy would encode them.
+#define EVICT_FIRST 0x12F0000000000000ull
+#define EVICT_LAST 0x14F0000000000000ull
+
+// A box at (column, row) to shared memory, completing on `barrier`.
+DEVICE void copy_box(u32 to, const TensorMap &map, u32 column, u32 row, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+
+DEVICE float4 load_shared4(u32 address) {
+    float4 out;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(address) : "memory");
+    return out;
+}
+
+template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
+    constexpr u32 WARPS = 4 * GROUPS, PITCH = 64 * GROUPS + 4; // floats between rows of x in the sums
+    extern __shared__ u8 shared[];
+    __shared__ u64 barriers[2 * MAX_STAGES];
+    u32 base = (shared_address(shared) + 1023) & ~1023u, full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
+    u32 stages = p.stages, w_bytes = p.block_rows * 128, stage = w_bytes + N * 128;
+    u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    u32 row0 = blockIdx.x * p.block_rows, x0 = blockIdx.z * N;
+    u32 blocks = (p.k + 63) / 64, begin = blocks * blockIdx.y / p.parts, count = blocks * (blockIdx.y + 1) / p.parts - begin;
+    u32 filled = count < stages ? count : stages; // before the ring comes round
+    bool producer = threadIdx.x == 32 * WARPS;
+
+    auto ask_w = [&](u32 i, u32 slot) {
+        barrier_expect(full + 8 * slot, stage);
+        copy_box(base + slot * stage, p.w, (begin + i) * 64, row0, full + 8 * slot, EVICT_FIRST);
+    };
+    auto ask_x = [&](u32 i, u32 slot) {
+        copy_box(base + slot * stage + w_bytes, p.x, (begin + i) * 64, x0, full + 8 * slot, EVICT_LAST);
+    };
+    if (producer) {
+        for (u32 i = 0; i < stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+        barrier_init_fence();
+        for (u32 i = 0; i < filled; i++) ask_w(i, i);
+    }
+    let_next_kernel_start();
+    __syncthreads();
+    wait_for_previous_kernel();
+
+    if (warp == WARPS) {
+        if (producer) {
+            for (u32 i = 0; i < filled; i++) ask_x(i, i);
+            for (u32 i = filled, slot = 0, parity = 0; i < count; i++) {
+                barrier_wait(empty + 8 * slot, parity);
+                ask_w(i, slot), ask_x(i, slot);
+                if (++slot == stages) slot = 0, parity ^= 1;
+            }
+        }
+        __syncwarp();
+        __syncthreads();
+        __syncthreads();
+        return;
+    }
+    float acc[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
+    u32 group_rows = (warp >> 2) * 8192;
+    for (u32 i = 0, slot = 0, before = 0, parity = 0; i < count; i++) {
+        u32 w = base + slot * stage + group_rows, x = base + slot * stage + w_bytes;
+        barrier_wait(full + 8 * slot, parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma_batch(acc, descriptor_rows(w + 32 * k), descriptor_rows(x + 32 * k));
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0 && lane == 0) barrier_arrive(empty + 8 * before);
+        before = slot;
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    hold(acc);
+
+    // All groups are done with the ring: sums go there, [N][PITCH], so that they leave in long runs of each row of y.
+    __syncthreads();
+    u32 to = base + 4 * (2 * (lane & 3) * PITCH + warp * 16 + (lane >> 2));
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1))), "f"(acc[4 * j + i]) : "memory");
+    __syncthreads();
+
+    // Each thread takes 16 bytes of a row of y at a time: 8 rows of W, 16 with gate and up, 4 in fp32.
+    u32 w_rows = p.n - row0 < p.block_rows ? p.n - row0 : p.block_rows, here = p.rows - x0 < N ? p.rows - x0 : N;
+    auto sum4 = [&](u32 x_row, u32 w_row) {
+        float4 sum = load_shared4(base + 4 * (x_row * PITCH + w_row));
+        return p.bias ? add4(sum, *(const float4 *)(p.bias + row0 + w_row)) : sum;
+    };
+    u32 each = p.output == OUTPUT_SILU ? 16 : p.output == OUTPUT_HALF ? 8 : 4, units = w_rows / each;
+    for (u32 i = threadIdx.x; i < here * units; i += 32 * WARPS) {
+        u32 x_row = i / units, w_row = (i - x_row * units) * each;
+        u64 y_row = (u64)(x0 + x_row) * p.stride;
+        float4 a = sum4(x_row, w_row);
+        if (p.output == OUTPUT_SILU) {
+            float4 b = sum4(x_row, w_row + 4), up_a = sum4(x_row, w_row + 8), up_b = sum4(x_row, w_row + 12);
+            *(uint4 *)((f16 *)p.y + y_row + (row0 + w_row) / 2) =
+                make_uint4(pack_half2(silu(a.x) * up_a.x, silu(a.y) * up_a.y), pack_half2(silu(a.z) * up_a.z, silu(a.w) * up_a.w),
+                           pack_half2(silu(b.x) * up_b.x, silu(b.y) * up_b.y), pack_half2(silu(b.z) * up_b.z, silu(b.w) * up_b.w));
+        } else if (p.output == OUTPUT_HALF) {
+            float4 b = sum4(x_row, w_row + 4);
+            *(uint4 *)((f16 *)p.y + y_row + row0 + w_row) =
+                make_uint4(pack_half2(a.x, a.y), pack_half2(a.z, a.w), pack_half2(b.x, b.y), pack_half2(b.z, b.w));
+        } else {
+            *(float4 *)((float *)p.y + blockIdx.y * p.part_stride + y_row + row0 + w_row) = a;
+        }
+    }
+}
+
+#define BATCH(NAME, N, GROUPS, BLOCKS)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32, BLOCKS) NAME(const __grid_constant__ BatchProduct p) { \
+        batch_product<N, GROUPS>(p);                                                                                   \
+    }
+
+// ---- instances ----
+BATCH(product_batch_16_1, 16, 1, 2)
+BATCH(product_batch_16_2, 16, 2, 2)
+BATCH(product_batch_16_3, 16, 3, 2)
+BATCH(product_batch_32_1, 32, 1, 2)
+BATCH(product_batch_32_2, 32, 2, 2)
+BATCH(product_batch_32_3, 32, 3, 2)
+BATCH(product_batch_64_1, 64, 1, 2)
+BATCH(product_batch_64_2, 64, 2, 2)
+BATCH(product_batch_64_3, 64, 3, 2)
+BATCH(product_batch_128_1, 128, 1, 2)
+BATCH(product_batch_128_2, 128, 2, 2)
+BATCH(product_batch_128_3, 128, 3, 1)

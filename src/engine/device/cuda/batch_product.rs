@@ -1,0 +1,270 @@
+//! Launches of the products of 9 and more rows on Hopper (cuda/products_hopper.cu), and how each is cut into blocks.
+
+use cudarc::driver::sys;
+
+use super::driver::plain::Plain;
+use super::driver::{Gpu, Kernel, check};
+use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
+use super::matrix::GATE_UP_INTERLEAVE;
+use super::products::{Arguments, PARTS, SILU};
+use super::units;
+use crate::Result;
+
+/// Columns of k in a tile: 128 bytes, the widest swizzle.
+const TILE_COLUMNS: usize = 64;
+/// `MAX_STAGES` of the kernels.
+const MAX_STAGES: usize = 16;
+/// Rows of W that a group of four warps multiplies.
+const GROUP_ROWS: usize = 64;
+/// Shared memory of a multiprocessor, in which each block also takes 1 KB for the system, 256 bytes for barriers and up to
+/// 1 KB to align its ring.
+const MULTIPROCESSOR_BYTES: usize = 228 << 10;
+const BLOCK_BYTES: usize = (2 << 10) + 256;
+
+/// Products that may be split along k have parts enough to give a block this many rows of W: fewer read x too often, more
+/// leave more sums to add.
+const PART_ROWS: usize = 80;
+/// Blocks a multiprocessor from which all have [`MANY_WAVES_ROWS`] rows.
+const FEW_WAVES: usize = 4;
+const MANY_WAVES_ROWS: usize = 128;
+/// Rows of x up to which a step's products together are faster than cuBLASLt's.
+const FASTER_ROWS: usize = 128;
+
+/// Rows of x that a block takes, and the most groups there is a kernel for.
+const BATCHES: [(usize, usize); 4] = [(16, 3), (32, 3), (64, 3), (128, 3)];
+pub(super) const NAMES: &[&str] = &[
+    "product_batch_16_1",
+    "product_batch_16_2",
+    "product_batch_16_3",
+    "product_batch_32_1",
+    "product_batch_32_2",
+    "product_batch_32_3",
+    "product_batch_64_1",
+    "product_batch_64_2",
+    "product_batch_64_3",
+    "product_batch_128_1",
+    "product_batch_128_2",
+    "product_batch_128_3",
+];
+
+/// `BatchProduct` of cuda/products_hopper.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct BatchArguments {
+    w: [u64; 16],
+    x: [u64; 16],
+    bias: u64,
+    y: u64,
+    part_stride: u64,
+    rows: u32,
+    n: u32,
+    k: u32,
+    stride: u32,
+    output: u32,
+    parts: u32,
+    block_rows: u32,
+    stages: u32,
+    /// What the alignment of the maps, 64 bytes, adds to the structure.
+    unused: [u32; 2],
+}
+
+// SAFETY: integers only, and each field begins where the one before it ends: no padding.
+unsafe impl Plain for BatchArguments {}
+
+/// How a product is cut into blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    /// Rows of x in a block.
+    batch: usize,
+    /// Rows of W in a block.
+    rows: usize,
+    /// Parts of k.
+    parts: usize,
+    /// Tiles in the ring.
+    stages: usize,
+}
+
+impl Cut {
+    fn groups(&self) -> usize {
+        self.rows.div_ceil(GROUP_ROWS)
+    }
+
+    fn kernel(&self) -> usize {
+        let before = BATCHES.iter().take_while(|(batch, _)| *batch < self.batch);
+        before.map(|(_, groups)| groups).sum::<usize>() + self.groups() - 1
+    }
+
+    fn stage_bytes(&self) -> usize {
+        (self.rows + self.batch) * 2 * TILE_COLUMNS
+    }
+
+    /// The ring, what the last group may read past its end, and room to align it to 1024 bytes.
+    fn shared_bytes(&self) -> usize {
+        1024 + self.stages * self.stage_bytes() + slack(self.batch, self.rows)
+    }
+}
+
+fn slack(batch: usize, rows: usize) -> usize {
+    (rows.next_multiple_of(GROUP_ROWS)).saturating_sub(rows + batch) * 2 * TILE_COLUMNS
+}
+
+/// A matrix [rows, columns] of fp16 at `at` as boxes of `box_rows` rows by 64 columns for the copy engine.
+fn tensor_map(at: u64, rows: usize, columns: usize, box_rows: usize) -> Result<[u64; 16]> {
+    let mut map = sys::CUtensorMap_st { opaque: [0; 16] };
+    let sizes = [columns as u64, rows as u64];
+    let strides = [2 * columns as u64];
+    let boxes = [TILE_COLUMNS as u32, box_rows as u32];
+    let steps = [1, 1];
+    // SAFETY: writes the map, which is aligned by its type; sizes, strides and boxes have the rank's length.
+    let code = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            2,
+            at as *mut std::ffi::c_void,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            boxes.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    check(code.result(), || format!("describing a matrix of {rows} x {columns} to the copy engine"))?;
+    Ok(map.opaque)
+}
+
+pub struct BatchProducts {
+    kernels: Vec<Kernel>,
+    multiprocessors: usize,
+}
+
+impl BatchProducts {
+    /// `None` where the GPU has no warpgroup products.
+    ///
+    /// # Errors
+    /// Compilation or loading.
+    pub fn open(gpu: &Gpu) -> Result<Option<Self>> {
+        let unit = &units::PRODUCTS_HOPPER;
+        if !unit.supports(gpu.facts().capability) {
+            return Ok(None);
+        }
+        let kernels = NAMES.iter().map(|name| gpu.kernel(unit, name)).collect::<Result<_>>()?;
+        Ok(Some(Self { kernels, multiprocessors: gpu.facts().multiprocessors as usize }))
+    }
+
+    /// Whether they are to be used where cuBLASLt is installed too.
+    pub fn beats_library(&self, rows: usize) -> bool {
+        rows <= FASTER_ROWS
+    }
+
+    /// Queues the product that `arguments` tells of. Returns the parts written.
+    ///
+    /// # Safety
+    /// As [`super::products::Products::launch`]; rows of x and W are multiples of 16 bytes.
+    pub(super) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        arguments: Arguments,
+        max_parts: usize,
+        cost: LaunchCost,
+    ) -> Result<usize> {
+        let (rows, n, k) = (arguments.rows as usize, arguments.n as usize, arguments.k as usize);
+        let max_parts = if arguments.output == PARTS { max_parts } else { 1 };
+        let multiple = if arguments.output == SILU { 2 * GATE_UP_INTERLEAVE } else { 8 };
+        let cut = cut(rows, n, k, max_parts, multiple, self.multiprocessors);
+        let block = BatchArguments {
+            w: tensor_map(arguments.w, n, k, cut.rows)?,
+            x: tensor_map(arguments.x, rows, k, cut.batch)?,
+            bias: arguments.bias,
+            y: arguments.y,
+            part_stride: arguments.part_stride,
+            rows: arguments.rows,
+            n: arguments.n,
+            k: arguments.k,
+            stride: arguments.stride,
+            output: arguments.output,
+            parts: cut.parts as u32,
+            block_rows: cut.rows as u32,
+            stages: cut.stages as u32,
+            unused: [0; 2],
+        };
+        let grid = [n.div_ceil(cut.rows) as u32, cut.parts as u32, rows.div_ceil(cut.batch) as u32];
+        let launch = Launch::grid(grid, (128 * cut.groups() + 32) as u32)
+            .shared(cut.shared_bytes() as u32)
+            .cost(cost.bytes, cost.flops)
+            .overlapping();
+        // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
+        unsafe { stream.launch(&self.kernels[cut.kernel()], launch, &[Arg::Struct(bytes_of(&[block]))])? };
+        Ok(cut.parts)
+    }
+}
+
+/// Cuts a product of W [n, k] into one block for each multiprocessor, or as few for each as its kernels allow. `multiple`: of
+/// what blocks' rows are multiples.
+fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiple: usize, multiprocessors: usize) -> Cut {
+    let most = BATCHES[BATCHES.len() - 1];
+    let (batch, groups) = BATCHES.into_iter().find(|(batch, _)| *batch >= rows).unwrap_or(most);
+    let parts = (PART_ROWS * multiprocessors).div_ceil(n).min(max_parts).min(k.div_ceil(TILE_COLUMNS));
+    let rows_for = |waves: usize| {
+        let tiles = (multiprocessors * waves / parts).max(1);
+        n.div_ceil(tiles).next_multiple_of(multiple)
+    };
+    let tallest = GROUP_ROWS * groups;
+    let mut waves = 1;
+    while rows_for(waves) > tallest {
+        waves += 1;
+    }
+    // Where every multiprocessor has many, blocks of whole groups waste least.
+    let block_rows = if waves > FEW_WAVES { MANY_WAVES_ROWS } else { rows_for(waves) };
+    let mut cut = Cut { batch, rows: block_rows, parts, stages: 0 };
+    let room = MULTIPROCESSOR_BYTES - BLOCK_BYTES - slack(batch, block_rows);
+    cut.stages = (room / cut.stage_bytes()).min(MAX_STAGES);
+    cut
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_agree_with_the_kernels() {
+        assert_eq!(size_of::<BatchArguments>() % 64, 0);
+        let groups: usize = BATCHES.iter().map(|(_, groups)| groups).sum();
+        assert_eq!(groups, NAMES.len());
+        for (batch, rows) in [(16, 64), (32, 144), (64, 65), (128, 192)] {
+            let cut = Cut { batch, rows, parts: 1, stages: 4 };
+            assert_eq!(NAMES[cut.kernel()], format!("product_batch_{batch}_{}", rows.div_ceil(64)));
+        }
+    }
+
+    #[test]
+    fn cuts_fill_the_multiprocessors_and_fit_them() {
+        for rows in [9, 16, 17, 64, 65, 128, 256] {
+            for (n, k, max_parts, multiple) in [
+                (12352, 2560, 1, 8),
+                (10240, 2560, 1, 8),
+                (2560, 4096, 8, 8),
+                (18432, 2560, 1, 16),
+                (2560, 9216, 8, 8),
+                (248_320, 2560, 1, 8),
+                (16, 64, 1, 16),
+                (24, 72, 8, 8),
+            ] {
+                let cut = cut(rows, n, k, max_parts, multiple, 132);
+                let what = format!("{rows} rows, {n} x {k}: {cut:?}");
+                assert!(cut.rows.is_multiple_of(multiple) && (1..=max_parts).contains(&cut.parts), "{what}");
+                assert!(cut.kernel() < NAMES.len() && cut.stages >= 2, "{what}");
+                assert!(cut.shared_bytes() + 256 <= 227 << 10, "{what}");
+                let sums = 4 * cut.batch * (GROUP_ROWS * cut.groups() + 4);
+                assert!(sums <= cut.stages * cut.stage_bytes(), "{what}");
+                let blocks = n.div_ceil(cut.rows) * cut.parts;
+                if (2560..20_000).contains(&n) {
+                    assert!((120..=132).contains(&blocks), "{what}: {blocks} blocks");
+                }
+            }
+        }
+    }
+}
