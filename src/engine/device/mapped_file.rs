@@ -30,4 +30,12 @@ impl MappedFile {
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
+
+    /// Gives the pages read so far back to the system; whoever reads them again reads the file again.
+    pub fn release(&self) {
+        #[cfg(unix)]
+        // SAFETY: the mapping is of a file and nothing was written to it, so dropped pages come back with the same bytes.
+        // A refusal only means that they stay.
+        let _ = unsafe { self.0.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+    }
 }

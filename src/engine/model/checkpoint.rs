@@ -46,6 +46,11 @@ pub struct Stored {
 }
 
 impl TensorFiles {
+    /// Gives the pages of all files back to the system.
+    fn release(&self) {
+        self.files.iter().for_each(|(_, file)| file.release());
+    }
+
     /// Maps the files of `folder` and reads their headers.
     pub fn open(folder: &Path) -> Result<Self> {
         let mut hash = Sha256::new();
@@ -409,6 +414,10 @@ impl Weights for Checkpoint {
             ));
         }
         widen(&self.files, stored)
+    }
+
+    fn release(&self) {
+        self.files.release();
     }
 }
 

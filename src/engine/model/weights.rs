@@ -16,6 +16,9 @@ pub trait Weights: Send + Sync {
 
     /// Any other tensor (norm, bias, convolution, A_log, dt_bias) widened to f32, with `elements` values.
     fn vector(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
+
+    /// All that was asked for so far has been copied: the memory it was read into may go back to the system.
+    fn release(&self) {}
 }
 
 pub type WeightSource = Box<dyn Weights>;

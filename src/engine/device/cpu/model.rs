@@ -96,6 +96,7 @@ struct Loader<'a> {
 impl Loader<'_> {
     fn pack(&mut self, name: &str, rows: usize, cols: usize, data: &MatrixData<'_>) -> Result<Matrix> {
         let matrix = Matrix::pack(&mut self.arena, self.pool, name, (rows, cols), data, self.math)?;
+        self.source.release();
         self.done += matrix.bytes() as u64;
         (self.progress)(LoadProgress {
             done_bytes: self.done.min(self.layout.weight_bytes()),

@@ -92,7 +92,12 @@ unsafe fn add_column<const T: usize, const V: usize>(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
     let size = if E == 0 { 4 } else { 2 };
-    for pass in 0..4 / V {
+    // The next panel comes in while this one is worked on, at an even pace: prefetches in a row are dropped.
+    let passes = 4 / V;
+    let steps = if E == 3 { tile.cols.div_ceil(2) } else { tile.cols };
+    let pace = tile.next.1.div_ceil((passes * steps).max(1));
+    for pass in 0..passes {
+        let next = tile.next.0.wrapping_add(pass * steps * pace);
         // SAFETY: the contract of `TileFn` covers every access below.
         unsafe {
             let out = tile.out.add(pass * 8 * V);
@@ -111,7 +116,8 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
             if E == 3 {
                 let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
                 let mut words = [_mm256_setzero_si256(); V];
-                for k in 0..tile.cols.div_ceil(2) {
+                for k in 0..steps {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * pace).cast());
                     for v in 0..V {
                         words[v] = _mm256_loadu_si256(half(v).add(k * tile.stride + 32 * within(v)).cast());
                         weights[v] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words[v]));
@@ -123,7 +129,8 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
                     add_column(&mut sums, &weights, tile.x.add((2 * k + 1) * T));
                 }
             } else {
-                for k in 0..tile.cols {
+                for k in 0..steps {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * pace).cast());
                     for (v, weight) in weights.iter_mut().enumerate() {
                         *weight = load::<E>(half(v).add(k * tile.stride + 8 * size * within(v)));
                     }
@@ -139,7 +146,7 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
     }
 }
 
-/// One token times N panels side by side, each a stream that the hardware prefetches by itself.
+/// One token times N panels side by side, each a stream of its own, which the hardware finds.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
     // SAFETY: the contract of `RowsFn` covers every access below.

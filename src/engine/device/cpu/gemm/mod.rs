@@ -68,6 +68,8 @@ pub struct Tile {
     pub ahead: *const u8,
     /// A second such stream, where the two halves of a column lie on two lines (f32, and caches).
     pub ahead_high: *const u8,
+    /// This tile's part of the panel that follows, (start, bytes), for functions that spread its prefetch over all tiles.
+    pub next: (*const u8, usize),
 }
 
 /// Panels that one token takes side by side: a core reads several streams faster than one, and their sums are more than
@@ -110,6 +112,7 @@ impl Tile {
             group: 0,
             ahead: w0.wrapping_add(PREFETCH_BYTES),
             ahead_high: w1.wrapping_add(PREFETCH_BYTES),
+            next: (w0, 0),
         }
     }
 
@@ -458,6 +461,8 @@ impl<'a> Product<'a> {
             }
             _ => weights,
         };
+        let panel_bytes = self.matrix.packing.panel_bytes(self.matrix.cols).0;
+        let next = weights.wrapping_add(panel_bytes + panel_bytes * tile / tiles);
         // SAFETY: the panel and the packed tile hold `cols` columns (padded to pairs where the packing has pairs),
         // `out` has 32 values for each row of the tile, and the functions were chosen for this CPU.
         unsafe {
@@ -475,6 +480,7 @@ impl<'a> Product<'a> {
                 group,
                 ahead,
                 ahead_high: ahead.wrapping_add(half),
+                next: (next, panel_bytes / tiles),
             });
         }
     }
