@@ -107,11 +107,13 @@ KERNEL __launch_bounds__(128) attention_prepare_256(PREPARE) { prepare<256>(PASS
 
 #define WARPS 4
 #define TILE 16 // tokens a warp takes at a time
+#define SLOTS 2 // tiles of K or V in a warp's ring
 #define NO_SCORE -1.0e30f
 
 struct Split {
     int splits, min_tiles; // grid.y, and the fewest tiles worth a block of its own
     float scale;           // of the scores, times log2(e)
+    int recent;            // a sequence's last tokens that this step writes, at most
 };
 
 DEVICE u32 transpose_8x8(u32 x) {
@@ -120,22 +122,26 @@ DEVICE u32 transpose_8x8(u32 x) {
     return out;
 }
 
-DEVICE uint4 load_16(const f16 *from) { return *(const uint4 *)from; }
+// Byte of a 16-byte chunk in rows of D halves: eight rows at the same chunk meet no bank twice.
+template <int D> DEVICE u32 place(u32 row, u32 chunk) {
+    u32 turn = D >= 64 ? row & 7 : row >> 1 & 3;
+    return row * 2 * D + (chunk ^ turn) * 16;
+}
 
 // Grid (rows, splits, kv_heads * groups), 128 threads; a block takes up to eight query heads of one kv head and a share of
-// the row's tokens, a warp 16 tokens at a time, straight from memory to registers:
-//   scores^T [16 tokens x 8 heads] = K [16 x D] q^T: the order of the D products is free, so a lane loads 16 bytes of K
-//   and uses them as four fragments, with q loaded in the same order;
-//   out^T [D x 8 heads] += V^T [D x 16] p^T: a lane loads 16 bytes of V of four tokens and pairs them by byte permutes,
-//   each row of the product being whichever d the lane holds; p comes from the scores by an 8x8 transpose.
-// So nothing passes through shared memory before the warps' results are merged, and every byte of the cache is read once.
+// the row's tokens, a warp 16 tokens at a time:
+//   scores^T [16 tokens x 8 heads] = K [16 x D] q^T, then out^T [D x 8 heads] += V^T [D x 16] p^T,
+// K and V through a ring of the warp's own in shared memory, K and V of a tile in turn, the next ones on their way while one
+// is used. Tokens that earlier steps wrote are asked for before the wait for the previous kernel.
 // Bytes: 4 D a token and kv head. The last block of a row and head to finish adds the parts up (`counters` starts and ends
 // at zero), multiplies by sigmoid(gate) and writes fp16 [rows][heads][D].
+// Dynamic shared memory: WARPS * SLOTS * 32 D bytes of rings and 16 D of q.
 template <int D>
 DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *v_cache, f16 *out, const Row *rows,
                    const u32 *table, const Header *header, float *parts, u32 *counters, Heads shape, Split split) {
-    constexpr int LOADS = D / 32, CHUNKS = (D + 63) / 64;
-    extern __shared__ float merged[]; // [WARPS][8][D]
+    constexpr int STEPS = D / 16, CHUNKS = D / 8, SLOT = TILE * 2 * D, COPIES = TILE * CHUNKS / 32, PITCH = D + 4;
+    constexpr int UNITS = (8 * CHUNKS + 32 * WARPS - 1) / (32 * WARPS); // of 8 outputs, a thread
+    extern __shared__ __align__(128) u8 shared[];
     __shared__ float warp_max_s[WARPS][8], warp_sum_s[WARPS][8];
     __shared__ int is_last;
 
@@ -152,35 +158,96 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
     if ((int)blockIdx.y >= used) return;
     int tile_begin = blockIdx.y * per_split, tile_end = min(tiles, tile_begin + per_split);
     const u32 *blocks = table + (u64)row.sequence * header->table_pitch;
+
+    u8 *q_rows = shared + WARPS * SLOTS * SLOT, *own_ring = shared + warp * SLOTS * SLOT;
+    u32 ring = shared_address(own_ring);
+    // The warp's tiles are tile_begin + warp + WARPS * n; lane l keeps the block of the one with n % 32 = l.
+    int mine = (tile_end - tile_begin - warp + WARPS - 1) / WARPS;
+    u32 ids = 0;
+    auto first_token = [&](int n) { return (tile_begin + warp + WARPS * n) * TILE; };
+    auto load_ids = [&](int n) {
+        if (n + lane < mine) ids = blocks[first_token(n + lane) / shape.block_tokens];
+    };
+    load_ids(0);
+    // Asks for K (even) or V (odd) of tile half / 2. A block of the cache holds whole tiles: its tokens are a multiple of 16.
+    // Tokens past the end are zeros: a weight of 0 would not silence a NaN.
+    int to_slot = 0;
+    auto fetch = [&](int half) {
+        int n = half >> 1;
+        if (n < mine) {
+            if (half > 0 && (half & 63) == 0) load_ids(n);
+            int token = first_token(n);
+            u32 block = __shfl_sync(0xffffffffu, ids, n & 31);
+            u64 base = (((u64)block * shape.kv_heads + kv_head) * shape.block_tokens + token % shape.block_tokens) * D;
+            const f16 *from = (half & 1 ? v_cache : k_cache) + base;
+            u32 to = ring + to_slot * SLOT;
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                int r = (lane + 32 * i) / CHUNKS, chunk = (lane + 32 * i) % CHUNKS;
+                copy_async_16(to + place<D>(r, chunk), from + r * D + chunk * 8, token + r < tokens);
+            }
+        }
+        copy_async_commit();
+        to_slot = to_slot + 1 == SLOTS ? 0 : to_slot + 1;
+    };
+    // All of a tile was written by earlier steps. (Older tiles come first, so the order of the ring holds.)
+    auto is_old = [&](int half) {
+        return first_token(half >> 1) + TILE - 1 <= row.position - split.recent;
+    };
+    int early = 0;
+    while (early < SLOTS && is_old(early)) fetch(early++);
+
+    const f16 *input = qkv + (u64)blockIdx.x * shape.qkv_pitch;
+    int q_width = shape.gated ? 2 * D : D;
     wait_for_previous_kernel();
-
-    // q of head first + group, in the order K is loaded in.
-    uint4 query[LOADS];
-    const f16 *query_row = q + ((u64)blockIdx.x * shape.heads + head + min(group, count - 1)) * D;
+    const f16 *query_rows = q + ((u64)blockIdx.x * shape.heads + head) * D;
+    for (int at = tid; at < 8 * CHUNKS; at += 32 * WARPS) {
+        int r = at / CHUNKS, chunk = at % CHUNKS;
+        uint4 x = r < count ? *(const uint4 *)(query_rows + r * D + chunk * 8) : make_uint4(0, 0, 0, 0);
+        *(uint4 *)(q_rows + place<D>(r, chunk)) = x;
+    }
+    uint4 gate[UNITS];
 #pragma unroll
-    for (int j = 0; j < LOADS; j++) query[j] = load_16(query_row + 32 * j + 8 * pair);
-
-    float acc[4 * CHUNKS][4];
+    for (int i = 0; i < UNITS; i++) {
+        int at = tid + 32 * WARPS * i;
+        if (shape.gated && at < count * CHUNKS)
+            gate[i] = *(const uint4 *)(input + (head + at / CHUNKS) * q_width + D + at % CHUNKS * 8);
+    }
+    for (; early < SLOTS; early++) fetch(early);
+    __syncthreads();
+    u32 query[STEPS / 2][4]; // two steps of 16 in each
 #pragma unroll
-    for (int i = 0; i < 4 * CHUNKS; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+    for (int s = 0; s < STEPS / 2; s++)
+        load_matrix_x4(query[s], shared_address(q_rows) + place<D>(lane & 7, 4 * s + (lane >> 3)));
+
+    float acc[STEPS][4];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
     float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0.0f, 0.0f}; // of queries 2 * pair and 2 * pair + 1
+    int slot = 0;
+    // The next half tile, in place and seen by the whole warp.
+    auto arrive = [&] {
+        copy_async_wait<SLOTS - 1>();
+        __syncwarp();
+        return ring + slot * SLOT;
+    };
+    auto leave = [&](int half) {
+        __syncwarp();
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        fetch(half + SLOTS);
+    };
 
-    for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
-        // A block holds whole tiles: its tokens are a multiple of 16.
-        int token = tile * TILE;
-        u32 block = blocks[token / shape.block_tokens];
-        u64 base = (((u64)block * shape.kv_heads + kv_head) * shape.block_tokens + token % shape.block_tokens) * D;
-        const f16 *keys = k_cache + base, *values = v_cache + base;
+    for (int n = 0; n < mine; n++) {
+        int token = first_token(n);
+        u32 keys = arrive();
         float score[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            uint4 low = load_16(keys + group * D + 32 * j + 8 * pair);
-            uint4 high = load_16(keys + (group + 8) * D + 32 * j + 8 * pair);
-            u32 a[4] = {low.x, high.x, low.y, high.y};
-            mma_16x8x16(score, a, query[j].x, query[j].y);
-            u32 b[4] = {low.z, high.z, low.w, high.w};
-            mma_16x8x16(score, b, query[j].z, query[j].w);
+        for (int s = 0; s < STEPS; s++) {
+            u32 a[4];
+            load_matrix_x4(a, keys + place<D>(lane & 15, 2 * s + (lane >> 4)));
+            mma_16x8x16(score, a, query[s / 2][s % 2 * 2], query[s / 2][s % 2 * 2 + 1]);
         }
+        leave(2 * n);
         // score[0], [1]: token group, queries 2 pair and 2 pair + 1; score[2], [3]: token group + 8.
         bool low_valid = token + group < tokens, high_valid = token + group + 8 < tokens;
         score[0] = low_valid ? score[0] * split.scale : NO_SCORE;
@@ -199,7 +266,7 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
             top[0] = new0, top[1] = new1;
             sum[0] *= shrink0, sum[1] *= shrink1;
 #pragma unroll
-            for (int i = 0; i < 4 * CHUNKS; i++) {
+            for (int i = 0; i < STEPS; i++) {
                 acc[i][0] *= shrink0, acc[i][2] *= shrink0;
                 acc[i][1] *= shrink1, acc[i][3] *= shrink1;
             }
@@ -208,29 +275,17 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
         float p2 = exp2f(score[2] - top[0]), p3 = exp2f(score[3] - top[1]);
         sum[0] += p0 + p2, sum[1] += p1 + p3;
         u32 b0 = transpose_8x8(pack_half2(p0, p1)), b1 = transpose_8x8(pack_half2(p2, p3));
+        u32 values = arrive();
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            uint4 v0 = make_uint4(0, 0, 0, 0), v1 = v0, v8 = v0, v9 = v0;
-            if (D >= 64 || 8 * group < D) {
-                const f16 *at = values + 64 * chunk + 8 * group;
-                // Tokens past the end may be memory that was never written: their weight is 0, but 0 * NaN is not.
-                if (token + 2 * pair < tokens) v0 = load_16(at + (2 * pair) * D);
-                if (token + 2 * pair + 1 < tokens) v1 = load_16(at + (2 * pair + 1) * D);
-                if (token + 2 * pair + 8 < tokens) v8 = load_16(at + (2 * pair + 8) * D);
-                if (token + 2 * pair + 9 < tokens) v9 = load_16(at + (2 * pair + 9) * D);
-            }
-            const u32 x0[4] = {v0.x, v0.y, v0.z, v0.w}, x1[4] = {v1.x, v1.y, v1.z, v1.w};
-            const u32 x8[4] = {v8.x, v8.y, v8.z, v8.w}, x9[4] = {v9.x, v9.y, v9.z, v9.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 a[4] = {__byte_perm(x0[i], x1[i], 0x5410), __byte_perm(x0[i], x1[i], 0x7632),
-                            __byte_perm(x8[i], x9[i], 0x5410), __byte_perm(x8[i], x9[i], 0x7632)};
-                mma_16x8x16(acc[4 * chunk + i], a, b0, b1);
-            }
+        for (int i = 0; i < STEPS; i++) {
+            u32 a[4];
+            load_matrix_x4_transposed(a, values + place<D>((lane & 7) + (lane >> 4) * 8, 2 * i + (lane >> 3 & 1)));
+            mma_16x8x16(acc[i], a, b0, b1);
         }
+        leave(2 * n + 1);
     }
 
-    // Merge the warps. acc[4c + i]: d = 64 c + 8 group + 2 i (rows 0, 1) and that + 1 (rows 2, 3).
+    // Merge the warps, each in its own ring. acc[i]: d = 16 i + group of queries 2 pair and 2 pair + 1, then d + 8.
 #pragma unroll
     for (int offset = 4; offset < 32; offset <<= 1) {
         sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], offset);
@@ -240,52 +295,50 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
         warp_max_s[warp][2 * pair] = top[0], warp_max_s[warp][2 * pair + 1] = top[1];
         warp_sum_s[warp][2 * pair] = sum[0], warp_sum_s[warp][2 * pair + 1] = sum[1];
     }
-    __syncthreads();
-    float shrink[2];
+    copy_async_wait<0>(); // only empty groups are left
+    float *sums = (float *)own_ring;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float best = NO_SCORE;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, warp_max_s[w][2 * pair + i]);
-        shrink[i] = exp2f(top[i] - best);
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        if (D < 64 && 8 * group >= D) continue;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int d = 64 * chunk + 8 * group + 2 * i;
-            const float *x = acc[4 * chunk + i];
-            if (2 * pair < count)
-                *(float2 *)&merged[(warp * count + 2 * pair) * D + d] = make_float2(x[0] * shrink[0], x[2] * shrink[0]);
-            if (2 * pair + 1 < count)
-                *(float2 *)&merged[(warp * count + 2 * pair + 1) * D + d] = make_float2(x[1] * shrink[1], x[3] * shrink[1]);
-        }
+    for (int i = 0; i < STEPS; i++) {
+        int d = 16 * i + group;
+        if (2 * pair < count) sums[2 * pair * PITCH + d] = acc[i][0], sums[2 * pair * PITCH + d + 8] = acc[i][2];
+        if (2 * pair + 1 < count)
+            sums[(2 * pair + 1) * PITCH + d] = acc[i][1], sums[(2 * pair + 1) * PITCH + d + 8] = acc[i][3];
     }
     __syncthreads();
 
-    int q_width = shape.gated ? 2 * D : D;
-    const f16 *gates = qkv + (u64)blockIdx.x * shape.qkv_pitch + head * q_width + D;
     f16 *result = out + ((u64)blockIdx.x * shape.heads + head) * D;
     // A part: [count * D] sums, then top and sum of each query.
-    u64 part_size = 8 * D + 16, slot = (u64)blockIdx.x * gridDim.z + blockIdx.z;
-    float *part = parts + (slot * split.splits + blockIdx.y) * part_size;
-    for (int at = tid; at < count * D; at += 32 * WARPS) {
-        int query_index = at / D, d = at % D;
-        float total = 0.0f;
+    u64 part_size = 8 * D + 16, block_slot = (u64)blockIdx.x * gridDim.z + blockIdx.z;
+    float *part = parts + (block_slot * split.splits + blockIdx.y) * part_size;
+    // Eight outputs of one query, divided by the sum of weights and gated.
+    auto finish = [&](int at, float (&total)[8], float weight, uint4 own_gate) {
+        float factor = 1.0f / weight, gates[8];
+        unpack_half8(own_gate, gates);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += merged[w * count * D + at];
-        float best = NO_SCORE, weight = 0.0f;
+        for (int i = 0; i < 8; i++) total[i] *= shape.gated ? factor * sigmoid(gates[i]) : factor;
+        *(uint4 *)(result + at * 8) = pack_half8(total);
+    };
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        int at = tid + 32 * WARPS * i, query_index = at / CHUNKS, d = at % CHUNKS * 8;
+        if (at >= count * CHUNKS) continue;
+        float best = NO_SCORE, weight = 0.0f, total[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) best = fmaxf(best, warp_max_s[w][query_index]);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) weight += warp_sum_s[w][query_index] * exp2f(warp_max_s[w][query_index] - best);
+        for (int w = 0; w < WARPS; w++) {
+            float factor = exp2f(warp_max_s[w][query_index] - best);
+            weight += factor * warp_sum_s[w][query_index];
+            const float4 *from = (const float4 *)((float *)(shared + w * SLOTS * SLOT) + query_index * PITCH + d);
+            float4 low = from[0], high = from[1];
+            total[0] += factor * low.x, total[1] += factor * low.y, total[2] += factor * low.z, total[3] += factor * low.w;
+            total[4] += factor * high.x, total[5] += factor * high.y, total[6] += factor * high.z, total[7] += factor * high.w;
+        }
         if (used == 1) {
-            float value = total / weight;
-            if (shape.gated) value *= sigmoid(half_to_float(gates[query_index * q_width + d]));
-            result[at] = float_to_half(value);
+            finish(at, total, weight, gate[i]);
         } else {
-            part[at] = total;
+            ((float4 *)(part + at * 8))[0] = make_float4(total[0], total[1], total[2], total[3]);
+            ((float4 *)(part + at * 8))[1] = make_float4(total[4], total[5], total[6], total[7]);
             if (d == 0) part[8 * D + query_index] = best, part[8 * D + 8 + query_index] = weight;
         }
     }
@@ -293,24 +346,29 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
 
     __threadfence();
     __syncthreads();
-    if (tid == 0) is_last = atomicAdd(&counters[slot], 1) == (u32)used - 1;
+    if (tid == 0) is_last = atomicAdd(&counters[block_slot], 1) == (u32)used - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    if (tid == 0) counters[slot] = 0;
-    const float *all = parts + slot * split.splits * part_size;
-    for (int at = tid; at < count * D; at += 32 * WARPS) {
-        int query_index = at / D, d = at % D;
-        float best = NO_SCORE, weight = 0.0f, total = 0.0f;
+    if (tid == 0) counters[block_slot] = 0;
+    const float *all = parts + block_slot * split.splits * part_size;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        int at = tid + 32 * WARPS * i, query_index = at / CHUNKS;
+        if (at >= count * CHUNKS) continue;
+        float best = NO_SCORE, weight = 0.0f, total[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
         for (int s = 0; s < used; s++) best = fmaxf(best, __ldcg(&all[s * part_size + 8 * D + query_index]));
+#pragma unroll 4
         for (int s = 0; s < used; s++) {
-            float factor = exp2f(__ldcg(&all[s * part_size + 8 * D + query_index]) - best);
-            weight += factor * __ldcg(&all[s * part_size + 8 * D + 8 + query_index]);
-            total += factor * __ldcg(&all[s * part_size + at]);
+            const float *from = all + s * part_size;
+            float factor = exp2f(__ldcg(&from[8 * D + query_index]) - best);
+            weight += factor * __ldcg(&from[8 * D + 8 + query_index]);
+            float4 low = __ldcg((const float4 *)(from + at * 8)), high = __ldcg((const float4 *)(from + at * 8 + 4));
+            total[0] += factor * low.x, total[1] += factor * low.y, total[2] += factor * low.z, total[3] += factor * low.w;
+            total[4] += factor * high.x, total[5] += factor * high.y, total[6] += factor * high.z, total[7] += factor * high.w;
         }
-        float value = total / weight;
-        if (shape.gated) value *= sigmoid(half_to_float(gates[query_index * q_width + d]));
-        result[at] = float_to_half(value);
+        finish(at, total, weight, gate[i]);
     }
 }
 

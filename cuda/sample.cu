@@ -44,23 +44,24 @@ DEVICE u64 block_max(u64 key, u64 *scratch) {
     return key;
 }
 
-// Best of a stretch of logits; not finite ones make the key all ones.
+// Best of a stretch of logits (begin a multiple of 4); not finite ones make the key all ones. A thread meets ids in
+// ascending order, so of equal logits the first stays.
 DEVICE u64 best_of(const float *logits, int begin, int end) {
-    u64 best = 0;
-    bool finite = true;
+    float best = __uint_as_float(0xff800000u); // -infinity
+    u32 best_id = 0, magnitude = 0;
     auto take = [&](float value, int id) {
-        finite = finite && fabsf(value) <= 3.402823466e38f;
-        best = max(best, best_key(value, id));
+        magnitude = max(magnitude, __float_as_uint(value) & 0x7fffffffu);
+        if (value > best) best = value, best_id = id;
     };
-    for (int at = begin + 4 * threadIdx.x; at < end; at += 4 * blockDim.x) {
-        if (at + 4 <= end) {
-            float4 x = *(const float4 *)(logits + at);
-            take(x.x, at), take(x.y, at + 1), take(x.z, at + 2), take(x.w, at + 3);
-        } else {
-            for (int id = at; id < end; id++) take(logits[id], id);
-        }
+    int at = begin + 4 * threadIdx.x;
+#pragma unroll 4
+    for (; at + 4 <= end; at += 4 * blockDim.x) {
+        float4 x = *(const float4 *)(logits + at);
+        take(x.x, at), take(x.y, at + 1), take(x.z, at + 2), take(x.w, at + 3);
     }
-    return finite ? best : ~0ull;
+    for (int id = at; id < end && id < at + 4; id++) take(logits[id], id);
+    if (magnitude >= 0x7f800000u) return ~0ull;
+    return best_id == 0 && best == __uint_as_float(0xff800000u) ? 0 : best_key(best + 0.0f, best_id);
 }
 
 // Greedy rows: grid (parts, rows). Each block takes a stretch; the last one to finish writes the token.

@@ -242,6 +242,11 @@ fn real_head_sizes_match_the_cpu_at_every_length() {
             let found = rig.logits(2, &tokens, pieces);
             assert_near(&format!("portable {portable} {pieces:?}"), &found, &expected, 4e-3);
         }
+        // 400 rows in a step: products then add to the residual stream themselves.
+        let both = rig.run(&[Part::logits(0, 0, &tokens), Part::logits(1, 0, &tokens)]);
+        for sequence in &both.sequences {
+            assert_near(&format!("portable {portable}, 400 rows"), &sequence.logits, &expected, 4e-3);
+        }
         for length in (1..=130).step_by(if portable { 13 } else { 1 }) {
             let found = rig.logits(3, &tokens[..length], &[length]);
             let error = error(&found, &expected[..length]);

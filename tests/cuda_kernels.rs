@@ -9,6 +9,7 @@ use inferwall::engine::device::cuda::batch::{Batch, Header};
 use inferwall::engine::device::cuda::driver::Gpu;
 use inferwall::engine::device::cuda::kernels::attention::{AttentionRow, LayerCache, RowAttention, StepRows};
 use inferwall::engine::device::cuda::kernels::delta::{Delta, DeltaSequence, StatePools};
+use inferwall::engine::device::cuda::kernels::norm::{Addend, Norms};
 use inferwall::engine::device::cuda::kernels::sample::{Logits, SampleRow, Samplers, Sink};
 use inferwall::engine::device::cuda::launch::Stream;
 use inferwall::engine::device::cuda::matrix::{Matrix, MatrixFormat};
@@ -138,6 +139,59 @@ fn sampled_tokens_are_those_of_the_reference() {
     }
 }
 
+#[test]
+fn norms_match() {
+    let Some(gpu) = gpu("norms_match") else { return };
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let stream = Stream::new(&gpu).unwrap();
+    for (hidden, rows, parts, selects) in [
+        (2560, 1, 1, false),
+        (2560, 33, 8, false),
+        (264, 5, 3, false),
+        (4104, 3, 6, false),
+        (2560, 7, 2, true),
+        (2560, 1029, 0, false),
+        (4096, 1029, 0, false),
+        (72, 1030, 0, false),
+        (2560, 20, 0, true),
+    ] {
+        let norms = Norms::new(&gpu, hidden, 1e-6).unwrap();
+        let before = noise(&mut rng, rows * hidden, 3.0);
+        let sums = noise(&mut rng, (parts * rows * hidden).max(4), 1.0);
+        let weight = noise(&mut rng, hidden, 1.0);
+        let select: Vec<u32> = (0..rows as u32).rev().collect();
+        let residual = gpu.upload(&before).unwrap();
+        let [partials, weights] = [&sums, &weight].map(|values| gpu.upload(values).unwrap());
+        let selected = gpu.upload(&select).unwrap();
+        let normed = gpu.upload(&vec![f16::NAN; rows * hidden]).unwrap();
+        let addend = Addend { partials: partials.pointer(), parts, stride: rows * hidden };
+        let list = selects.then_some(selected.pointer());
+        // SAFETY: all buffers hold `rows` rows.
+        unsafe {
+            let (residual, weight, normed) = (residual.pointer(), weights.pointer(), normed.pointer());
+            norms.add(&stream, rows, residual, addend, weight, list, normed).unwrap();
+        }
+        stream.synchronize().unwrap();
+        let mut after = before.clone();
+        for part in sums.chunks(rows * hidden).take(parts) {
+            after.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        }
+        let mut expected = Vec::new();
+        for row in 0..rows {
+            let x = &after[if selects { select[row] as usize } else { row } * hidden..][..hidden];
+            let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / hidden as f64;
+            let scale = 1.0 / (mean + 1e-6).sqrt();
+            expected.extend(x.iter().zip(&weight).map(|(&x, &w)| (f64::from(x) * scale) as f32 * w));
+        }
+        let found = normed.read::<f16>(0, rows * hidden).unwrap();
+        let found: Vec<f32> = found.into_iter().map(f16::to_f32).collect();
+        let error = relative_error(&found, &expected);
+        assert!(error < 4e-4, "{rows} rows of {hidden}, {parts} parts: {error:.2e}");
+        let kept = residual.read::<f32>(0, rows * hidden).unwrap();
+        assert_eq!(kept, if selects { before } else { after }, "{rows} rows of {hidden}, {parts} parts");
+    }
+}
+
 /// Attention of `lengths.len()` rows with those many tokens each.
 fn attention_error(
     gpu: &Gpu,
@@ -215,12 +269,12 @@ fn attention_error(
     let out = gpu.upload(&vec![f16::NAN; rows * heads * d]).unwrap();
     let step = StepRows { rows: list.pointer(), table: table.pointer(), header: header.pointer() };
     let cache = LayerCache { keys: keys.pointer(), values: values.pointer() };
-    // Twice: the second run finds the counters as the first left them.
-    for _ in 0..2 {
+    // Twice: the second run finds the counters as the first left them, and reads all but the last token's tile early.
+    for recent in [1 << 20, 1] {
         // SAFETY: all buffers hold `rows` rows and the blocks that the table names.
         unsafe {
             attention
-                .attend(&stream, rows, 0, query.pointer(), qkv.pointer(), cache, out.pointer(), step)
+                .attend(&stream, rows, 0, recent, query.pointer(), qkv.pointer(), cache, out.pointer(), step)
                 .unwrap();
         }
     }

@@ -186,3 +186,74 @@ fn products_without_the_library_agree_with_plain_loops() {
         }
     }
 }
+
+/// cuBLASLt with algorithms chosen by timing, all kinds of sums; what was found is not timed again.
+#[test]
+fn tuned_products_agree_and_are_remembered() {
+    let Some(gpu) = gpu("tuned_products_agree_and_are_remembered") else { return };
+    let (rows, n, k) = (300, 2560, 2048);
+    let mut rng = ChaCha8Rng::seed_from_u64(77);
+    let (x, w) = (halves(&mut rng, 512 * k, 1.0), halves(&mut rng, n * k, 0.1));
+    let before: Vec<f32> = (0..512 * n).map(|_| rng.random_range(-1.0..1.0)).collect();
+    let on_gpu = gpu.upload(&bits(&x)).unwrap();
+    let matrix = Matrix {
+        format: MatrixFormat::F16,
+        rows: n,
+        cols: k,
+        weights: gpu.upload(&bits(&w)).unwrap(),
+        scales: None,
+        bias: None,
+    };
+    let y = gpu.upload(&before).unwrap();
+    let to = y.pointer();
+    let outputs = [
+        Output::Half { to, stride: n },
+        Output::Partials { to, part_stride: 0, max_parts: 1 },
+        Output::Residual { to },
+    ];
+    let uses: Vec<(&Matrix, Output)> = outputs.iter().map(|&output| (&matrix, output)).collect();
+    let make = || {
+        let products = Products::new(&gpu, 512, 2 * n, 0, false).unwrap();
+        // SAFETY: x and y hold 512 rows.
+        let timed = unsafe { products.tune(&uses, 512, on_gpu.pointer(), on_gpu.bytes()).unwrap() };
+        (products, timed)
+    };
+    let (products, _) = make();
+    if !products.adds(rows, &matrix) {
+        skip("tuned_products_agree_and_are_remembered", "cuBLASLt was not found");
+        return;
+    }
+    let some = [0, 1, 137, 298, 299];
+    let x_of_some: Vec<f16> = some.iter().flat_map(|&row| x[row * k..][..k].to_vec()).collect();
+    let expected = reference(&x_of_some, &w, &[], (some.len(), n, k));
+    let stream = Stream::new(&gpu).unwrap();
+    for output in outputs {
+        y.write(0, &before).unwrap();
+        // SAFETY: x and y hold `rows` rows, and outlive the wait.
+        unsafe { products.launch(&stream, on_gpu.pointer(), rows, &matrix, output).unwrap() };
+        stream.synchronize().unwrap();
+        let (mut found, mut wanted) = (Vec::new(), expected.clone());
+        for (i, &row) in some.iter().enumerate() {
+            match output {
+                Output::Half { .. } => {
+                    let row = y.read::<u16>((2 * row * n) as u64, n).unwrap();
+                    found.extend(row.into_iter().map(|bits| f16::from_bits(bits).to_f64()));
+                }
+                _ => {
+                    let values = y.read::<f32>((4 * row * n) as u64, n).unwrap();
+                    found.extend(values.into_iter().map(f64::from));
+                }
+            }
+            if matches!(output, Output::Residual { .. }) {
+                let old = &before[row * n..][..n];
+                wanted[i * n..][..n].iter_mut().zip(old).for_each(|(sum, &old)| *sum += f64::from(old));
+            }
+        }
+        let error = distance(&found, &wanted);
+        let most = if matches!(output, Output::Half { .. }) { 1e-3 } else { 3e-5 };
+        assert!(error < most, "{output:?}: {error}");
+    }
+    if inferwall::engine::device::cuda::compile::cache_folder().is_some() {
+        assert_eq!(make().1, 0, "shapes timed twice");
+    }
+}

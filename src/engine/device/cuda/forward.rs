@@ -202,7 +202,7 @@ impl Forward {
             partials: gpu.allocate((partial_rows * hidden * 4) as u64)?,
             logits: gpu.allocate((limits.outputs * spec.vocab_size * 4) as u64)?,
         };
-        Ok(Self {
+        let forward = Self {
             norms: Norms::new(gpu, hidden, spec.norm_eps)?,
             linear: Products::new(
                 gpu,
@@ -225,7 +225,34 @@ impl Forward {
             qkv_pitch,
             block_tokens: plan.block_tokens,
             kv_blocks: plan.kv_blocks,
-        })
+        };
+        forward.tune()?;
+        Ok(forward)
+    }
+
+    /// Lets cuBLASLt's algorithms be chosen by timing, on this model's matrices. Nothing is in the buffers yet.
+    fn tune(&self) -> Result<()> {
+        let (buffers, weights) = (&self.buffers, &self.weights);
+        let to_mixed = |stride| Output::Half { to: buffers.mixed.pointer(), stride };
+        let activation = Output::SiluMul { to: 0, stride: 0 };
+        let partials = Output::Partials { to: buffers.partials.pointer(), part_stride: 0, max_parts: 1 };
+        let residual = Output::Residual { to: buffers.residual.pointer() };
+        let mut uses = Vec::new();
+        for layer in &weights.layers {
+            let (input, output, stride) = match &layer.mixer {
+                MixerWeights::Delta(delta) => (&delta.input, &delta.output, self.mixed_pitch),
+                MixerWeights::Attention(attention) => (&attention.input, &attention.output, self.qkv_pitch),
+            };
+            uses.extend(input.iter().map(|(matrix, _)| (matrix, to_mixed(stride))));
+            uses.push((&layer.gate_up, activation));
+            for matrix in [output, &layer.down] {
+                uses.extend([(matrix, partials), (matrix, residual)]);
+            }
+        }
+        let (x, x_bytes) = (weights.embedding.weights.pointer(), weights.embedding.weights.bytes());
+        // SAFETY: the buffers hold `limits.rows` rows, and the embedding is as many fp16 numbers as it says.
+        unsafe { self.linear.tune(&uses, self.limits.rows, x, x_bytes)? };
+        Ok(())
     }
 
     /// Cuts the chunks of a batch into the tiles of its attention kernel.
@@ -329,6 +356,12 @@ impl Forward {
     unsafe fn residual_product(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix) -> Result<Addend> {
         let hidden = self.spec.hidden_size;
         let partials = &self.buffers.partials;
+        if self.linear.adds(rows, w) {
+            let output = Output::Residual { to: self.buffers.residual.pointer() };
+            // SAFETY: the residual stream holds `limits.rows` rows; the rest is the caller's promise.
+            unsafe { self.linear.launch(stream, x, rows, w, output)? };
+            return Ok(Addend { partials: partials.pointer(), parts: 0, stride: 0 });
+        }
         let max_parts = (partials.bytes() as usize / (4 * rows * hidden)).clamp(1, MAX_PARTS);
         let (to, stride) = (partials.pointer(), rows * hidden);
         let output = Output::Partials { to, part_stride: stride, max_parts };
@@ -422,7 +455,13 @@ impl Forward {
             let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
             attention.prepare(stream, rows, qkv, norms, query, cache, step)?;
             if by_rows > 0 {
-                attention.attend(stream, by_rows, batch.short_context, query, qkv, cache, out, step)?;
+                let recent = if by_rows < rows {
+                    batch.longest_short
+                } else {
+                    batch.longest_short.max(batch.longest_chunk)
+                };
+                let context = batch.short_context;
+                attention.attend(stream, by_rows, context, recent, query, qkv, cache, out, step)?;
             }
             let Some(kernel) = self.chunks.as_ref().filter(|_| !batch.chunks.is_empty()) else {
                 return Ok(());

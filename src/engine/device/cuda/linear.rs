@@ -36,6 +36,9 @@ impl PlainLinear {
             Output::Float { to, stride } => (to, stride, 1, 4 * w.rows),
             Output::SiluMul { to, stride } => (to, stride, 2, w.rows),
             Output::Partials { to, .. } => (to, w.rows, 1, 4 * w.rows),
+            Output::Residual { .. } => {
+                return Err(Error::failed("the plain product does not add to the residual stream", ""));
+            }
         };
         let grid = [w.rows.div_ceil(64) as u32, rows.div_ceil(64) as u32, 1];
         let bytes = w.bytes() + (rows * (2 * w.cols + out_bytes)) as u64;

@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | delta net in | qkv, z, b, a | hidden | [`Output::Half`] |
 //! | attention in | q (with gate), k, v | hidden | [`Output::Half`], bias for qwen2 |
-//! | delta net out, o, down | hidden | value size, query size, intermediate | [`Output::Partials`] |
+//! | delta net out, o, down | hidden | value size, query size, intermediate | [`Output::Partials`], [`Output::Residual`] |
 //! | gate and up, interleaved | 2 x intermediate | hidden | [`Output::SiluMul`] |
 //! | head | vocabulary | hidden | [`Output::Float`], or the greedy arg max alone |
 
@@ -59,6 +59,9 @@ pub enum Output {
     /// `max_parts` parts, part p is written whole to `to + 4 * p * part_stride` as [rows of x, W's rows] (nothing
     /// there is read or assumed zero). The product returns how many parts it wrote.
     Partials { to: u64, part_stride: usize, max_parts: usize },
+    /// Added to the residual stream itself, fp32 [rows of x, W's rows]: for many rows, where the products say so
+    /// (`Products::adds`), since the norm then reads and writes less.
+    Residual { to: u64 },
 }
 
 /// Rows of gate before as many rows of up, in the interleaved gate and up matrix. Intermediate sizes are multiples of it.

@@ -23,6 +23,7 @@ pub mod prefill_attention;
 pub mod products;
 pub mod session;
 pub mod tensor_map;
+pub mod tuned;
 pub mod units;
 pub mod upload;
 pub mod weights;

@@ -13,7 +13,7 @@ mod int4;
 
 use self::int4::Int4Products;
 use super::batch_product::BatchProducts;
-use super::cublaslt::CublasLt;
+use super::cublaslt::{CublasLt, Family, Shape, Sums};
 use super::driver::plain::Plain;
 use super::driver::{DeviceBuffer, Gpu, Kernel};
 use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
@@ -30,6 +30,8 @@ const SHORT_COLS: usize = 4096;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
+/// Rows from which cuBLASLt adds to the residual stream itself.
+const ADD_ROWS: usize = 257;
 /// Shared memory of `product_tile_*`: three stages of (rows + 128) rows of 128 bytes.
 const fn tile_shared(rows: u32) -> u32 {
     3 * (rows + 128) * 128
@@ -63,6 +65,8 @@ const HALF: u32 = 0;
 const FLOAT: u32 = 1;
 pub(super) const SILU: u32 = 2;
 pub(super) const PARTS: u32 = 3;
+/// cuBLASLt only.
+const RESIDUAL: u32 = 4;
 
 /// y = x Wᵀ for `rows` rows at `x`.
 #[derive(Clone, Copy)]
@@ -131,6 +135,58 @@ impl Products {
     /// The same as on a GPU without Hopper's warpgroup products.
     pub fn without_hopper(self) -> Self {
         Self { hopper: None, ..self }
+    }
+
+    /// Whether the product of so many rows takes [`Output::Residual`].
+    pub fn adds(&self, rows: usize, w: &Matrix) -> bool {
+        rows >= ADD_ROWS
+            && self.library.is_some()
+            && w.format == MatrixFormat::F16
+            && w.rows.is_multiple_of(8)
+            && w.cols.is_multiple_of(8)
+    }
+
+    /// Lets cuBLASLt find the fastest algorithms for the 16-bit matrices of `uses` with up to `rows` rows. Returns how many
+    /// shapes had to be timed.
+    ///
+    /// # Safety
+    /// Outputs are valid for `rows` rows, and x for `x_bytes` of fp16; what the outputs hold is lost.
+    pub unsafe fn tune(
+        &self,
+        uses: &[(&Matrix, Output)],
+        rows: usize,
+        x: u64,
+        x_bytes: u64,
+    ) -> Result<usize> {
+        let Some(library) = &self.library else { return Ok(0) };
+        let (mut families, mut adding): (Vec<Family>, Vec<Family>) = (Vec::new(), Vec::new());
+        for (w, output) in uses {
+            if w.format != MatrixFormat::F16 || !w.rows.is_multiple_of(8) || !w.cols.is_multiple_of(8) {
+                continue;
+            }
+            let (_, y, stride, _, _) = destination(w, *output);
+            let (y, stride, most, sums) = match output {
+                Output::Half { .. } => (y, stride, rows, Sums::Half),
+                Output::Float { .. } => (y, stride, rows, Sums::Float),
+                Output::SiluMul { .. } => {
+                    let Some(scratch) = &self.gate_up else { continue };
+                    (scratch.pointer(), w.rows, scratch.bytes() as usize / (2 * w.rows), Sums::Half)
+                }
+                Output::Partials { .. } => (y, stride, rows.min(ADD_ROWS - 1), Sums::Float),
+                Output::Residual { .. } => (y, stride, rows, Sums::Added),
+            };
+            let shape = Shape { rows: most, n: w.rows, k: w.cols, stride, sums };
+            let list = if sums == Sums::Added { &mut adding } else { &mut families };
+            match list.iter_mut().find(|family| family.shape == shape) {
+                Some(family) => family.weights.push(w.weights.pointer()),
+                None => list.push(Family { shape, weights: vec![w.weights.pointer()], y }),
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            let timed = library.tune(&families, LIBRARY_ROWS, x, x_bytes)?;
+            Ok(timed + library.tune(&adding, ADD_ROWS, x, x_bytes)?)
+        }
     }
 
     /// Queues y = x Wᵀ + bias for x fp16 [rows, W's columns]. Returns the parts written (1 unless the output is parts).
@@ -242,13 +298,17 @@ impl Products {
     ) -> Result<usize> {
         let Job { x, rows, w, output } = job;
         let (kind, y, stride, _, _) = destination(w, output);
-        let shape = |rows: usize| (rows, w.rows, w.cols);
+        let shape = |rows, stride, sums| Shape { rows, n: w.rows, k: w.cols, stride, sums };
         // SAFETY: the caller's promise; `gate_up` holds as many rows as are made at a time.
         unsafe {
             if kind != SILU {
-                let float = kind != HALF;
-                library.product(stream, x, weights, y, shape(rows), stride, float)?;
-                self.add_bias(stream, w, y, rows, stride, !float)?;
+                let sums = match kind {
+                    HALF => Sums::Half,
+                    RESIDUAL => Sums::Added,
+                    _ => Sums::Float,
+                };
+                library.product(stream, x, weights, y, shape(rows, stride, sums))?;
+                self.add_bias(stream, w, y, rows, stride, kind == HALF)?;
                 return Ok(1);
             }
             let Some(scratch) = &self.gate_up else {
@@ -260,7 +320,7 @@ impl Products {
                 let count = most.min(rows - first);
                 let from = x + 2 * (first * w.cols) as u64;
                 let between = scratch.pointer();
-                library.product(stream, from, weights, between, shape(count), w.rows, false)?;
+                library.product(stream, from, weights, between, shape(count, w.rows, Sums::Half))?;
                 self.add_bias(stream, w, between, count, w.rows, true)?;
                 let launch = Launch::grid([columns.div_ceil(8 * 256) as u32, count as u32, 1], 256)
                     .overlapping()
@@ -340,6 +400,7 @@ fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
         Output::Float { to, stride } => (FLOAT, to, stride, 0, 4),
         Output::SiluMul { to, stride } => (SILU, to, stride, 0, 1),
         Output::Partials { to, part_stride, .. } => (PARTS, to, w.rows, part_stride, 4),
+        Output::Residual { to } => (RESIDUAL, to, w.rows, 0, 4),
     }
 }
 

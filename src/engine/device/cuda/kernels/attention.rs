@@ -6,12 +6,15 @@ use crate::engine::device::cuda::units;
 use crate::engine::model::spec::Attention;
 use crate::{Error, Result};
 
-/// Warps of a block and tokens a warp takes at a time, as in the file.
+/// Warps of a block and tiles in a warp's ring, as in the file.
 const WARPS: usize = 4;
-/// The fewest tiles of 16 tokens worth a block of its own: one for each warp.
-const MIN_TILES: i32 = 4;
+const SLOTS: usize = 2;
+/// The fewest tiles of 16 tokens worth a block of its own.
+const MIN_TILES: i32 = 8;
+/// Blocks a multiprocessor that a step's contexts are split into at most.
+const SPLIT_BLOCKS: usize = 2;
 /// Most blocks that share a row and head.
-const MAX_SPLITS: usize = 64;
+const MAX_SPLITS: usize = 32;
 
 /// Position of a row, and the row of the block table that lists its sequence's blocks (below 0: padding).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,8 +85,7 @@ impl RowAttention {
             ));
         }
         let multiprocessors = gpu.facts().multiprocessors as usize;
-        // Contexts are split only while that makes at most two blocks a multiprocessor.
-        let blocks = 2 * multiprocessors as u64;
+        let blocks = (SPLIT_BLOCKS * multiprocessors) as u64;
         let part_bytes = ((8 * shape.head_dim + 16) * 4) as u64;
         Ok(Self {
             prepare: gpu.kernel(&units::ATTENTION, prepare)?,
@@ -126,8 +128,7 @@ impl RowAttention {
     ) -> Result<()> {
         let shape = &self.shape;
         let units = shape.heads + 2 * shape.kv_heads;
-        let rotation = [shape.rope.rotary_dim as i32, i32::from(shape.qk_norm), self.eps.to_bits() as i32];
-        let heads = self.heads();
+        let (rotation, heads) = (self.rotation(), self.heads());
         let address = |norm: Option<&DeviceBuffer>| norm.map_or(0, DeviceBuffer::pointer);
         let args = [
             qkv.into(),
@@ -151,16 +152,20 @@ impl RowAttention {
     }
 
     /// out = attention of each row, fp16 [rows, heads * head_dim], times sigmoid(gate) where the model has one.
+    ///
+    /// Of a sequence's tokens this step's `prepare` wrote at most the `recent` last: older ones are read early. (Blocks shared
+    /// with another sequence are of earlier steps: `Cache::publish`.)
     /// `context` is the sum of the rows' visible tokens, for the byte count (0 where it is not known, in a capture).
     ///
     /// # Safety
-    /// As [`Self::prepare`]; the rows' tokens are in the cache.
+    /// As [`Self::prepare`]; the rows' other tokens are in the cache.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub unsafe fn attend(
         &self,
         stream: &Stream,
         rows: usize,
         context: u64,
+        recent: usize,
         q: u64,
         qkv: u64,
         cache: LayerCache,
@@ -169,9 +174,9 @@ impl RowAttention {
     ) -> Result<()> {
         let shape = &self.shape;
         let blocks = rows * Self::blocks_a_row(shape);
-        let splits = (2 * self.multiprocessors / blocks).clamp(1, MAX_SPLITS);
+        let splits = (SPLIT_BLOCKS * self.multiprocessors / blocks).clamp(1, MAX_SPLITS);
         let scale = std::f32::consts::LOG2_E / (shape.head_dim as f32).sqrt();
-        let split = [splits as i32, MIN_TILES, scale.to_bits() as i32];
+        let split = [splits as i32, MIN_TILES, scale.to_bits() as i32, recent as i32];
         let heads = self.heads();
         let args = [
             q.into(),
@@ -187,18 +192,22 @@ impl RowAttention {
             Arg::Struct(bytes_of(&heads)),
             Arg::Struct(bytes_of(&split)),
         ];
-        let queries = (shape.heads / shape.kv_heads).min(8);
         let token_bytes = (4 * shape.head_dim * shape.kv_heads) as u64;
         let bytes = context * token_bytes + (rows * shape.heads * shape.head_dim * 4) as u64;
         let flops = 4 * context * (shape.heads * shape.head_dim) as u64;
         let grid = [rows as u32, splits as u32, Self::blocks_a_row(shape) as u32];
-        let launch = Launch::grid(grid, 32 * WARPS as u32)
-            .shared((WARPS * queries * shape.head_dim * 4) as u32)
-            .overlapping()
-            .cost(bytes, flops);
-        // SAFETY: the kernel's parameters in order; `parts` and `counters` hold two blocks a
-        // multiprocessor, and no more are split; the rest is the caller's promise.
+        let shared = shared_bytes(shape.head_dim);
+        let launch =
+            Launch::grid(grid, 32 * WARPS as u32).shared(shared as u32).overlapping().cost(bytes, flops);
+        // SAFETY: the kernel's parameters in order; `parts` and `counters` hold SPLIT_BLOCKS blocks a multiprocessor,
+        // and no more are split; the rest is the caller's promise.
         unsafe { stream.launch(&self.attend, launch, &args) }
+    }
+
+    /// The kernels' `Rotation`.
+    fn rotation(&self) -> [i32; 3] {
+        let shape = &self.shape;
+        [shape.rope.rotary_dim as i32, i32::from(shape.qk_norm), self.eps.to_bits() as i32]
     }
 
     /// The kernels' `Heads`.
@@ -212,6 +221,11 @@ impl RowAttention {
             i32::from(shape.output_gate),
         ]
     }
+}
+
+/// Shared memory that the attention kernels ask for at launch (see the file).
+fn shared_bytes(head_dim: usize) -> usize {
+    WARPS * SLOTS * 32 * head_dim + 16 * head_dim
 }
 
 fn rotation_table(gpu: &Gpu, shape: &Attention, positions: usize) -> Result<DeviceBuffer> {

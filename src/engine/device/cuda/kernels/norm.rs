@@ -7,17 +7,21 @@ use crate::{Error, Result};
 
 /// Widest row: 1,024 threads with two vectors of four.
 const MAX_HIDDEN: usize = 8192;
+/// Rows from which a warp a row is faster than a block a row, where nothing is added.
+const MANY_ROWS: usize = 1024;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Norms {
     embed: Kernel,
     add: Kernel,
+    /// For many rows; none for wider ones than a warp holds.
+    rows: Option<Kernel>,
     hidden: usize,
     eps: f32,
     threads: u32,
 }
 
-/// What [`Norms::add`] adds to the residual stream: `parts` sums of [rows, hidden] fp32, `stride` elements apart.
+/// What [`Norms::add`] adds to the residual stream: `parts` (at most 8) sums of [rows, hidden] fp32, `stride` elements apart.
 #[derive(Debug, Clone, Copy)]
 pub struct Addend {
     pub partials: u64,
@@ -43,6 +47,11 @@ impl Norms {
         Ok(Self {
             embed: gpu.kernel(&units::NORM, "embed_norm")?,
             add: gpu.kernel(&units::NORM, "add_norm")?,
+            rows: match hidden {
+                0..=2560 => Some(gpu.kernel(&units::NORM, "norm_rows_2560")?),
+                2561..=4096 => Some(gpu.kernel(&units::NORM, "norm_rows_4096")?),
+                _ => None,
+            },
             hidden,
             eps,
             threads: threads.next_multiple_of(32) as u32,
@@ -97,6 +106,21 @@ impl Norms {
         select: Option<u64>,
         normed: u64,
     ) -> Result<()> {
+        if let Some(kernel) = self.rows.filter(|_| addend.parts == 0 && select.is_none() && rows >= MANY_ROWS)
+        {
+            let cost = (rows * self.hidden * 6) as u64;
+            let launch = Launch::new(rows.div_ceil(8) as u32, 256).overlapping().cost(cost, 0);
+            let args = [
+                residual.into(),
+                weight.into(),
+                normed.into(),
+                (rows as u32).into(),
+                (self.hidden as u32).into(),
+                self.eps.into(),
+            ];
+            // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+            return unsafe { stream.launch(&kernel, launch, &args) };
+        }
         let keep = select.is_none();
         let each = 4 + 2 + 4 * addend.parts + if keep { 4 } else { 0 };
         let launch =

@@ -83,7 +83,7 @@ impl Samplers {
     /// # Safety
     /// Pointers are valid for `rows` rows, at most the `max_rows` this was made with.
     pub unsafe fn greedy(&self, stream: &Stream, rows: usize, logits: Logits, sink: Sink) -> Result<()> {
-        let parts = (2 * self.multiprocessors).div_ceil(rows).clamp(1, 64) as u32;
+        let parts = (8 * self.multiprocessors).div_ceil(rows).clamp(1, 64) as u32;
         let args = [
             logits.at.into(),
             (logits.pitch as u64).into(),
