@@ -5,7 +5,7 @@ use half::f16;
 use inferwall::Result;
 use inferwall::engine::device::cuda::delta_prefill::{DeltaPrefill, DeltaShape, HEAD, Layer, Work};
 use inferwall::engine::device::cuda::driver::{DeviceBuffer, Event, Gpu};
-use inferwall::engine::device::cuda::launch::Stream;
+use inferwall::engine::device::cuda::launch::{Record, Stream};
 use inferwall::engine::device::cuda::prefill_attention::{Chunk, Gate, PagedKv, PrefillAttention, Rows};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -148,7 +148,7 @@ fn delta(gpu: &Gpu, new: usize, prompts: usize, portable: bool) -> Result<()> {
     // SAFETY: every buffer lives past the last event.
     let run = || unsafe { prefill.launch(&stream, &layer, &work, pieces.pointer(), chunks.pointer()) };
     let time = median(gpu, &stream, run)?;
-    stream.start_recording(true)?;
+    stream.start_recording(Record::Time)?;
     run()?;
     let (launches, events) = stream.stop_recording();
     gpu.synchronize()?;

@@ -287,6 +287,45 @@ fn synthetic_weights_on_the_device_are_those_of_the_host() {
 }
 
 #[test]
+fn files_arrive_whole_through_the_staging_buffers_and_a_fault_names_its_module() {
+    let Some((device, _alone)) =
+        device("files_arrive_whole_through_the_staging_buffers_and_a_fault_names_its_module")
+    else {
+        return;
+    };
+    use inferwall::engine::device::cuda::upload::{Place, Uploader};
+    use inferwall::engine::model::layout::WeightFormat;
+    use inferwall::engine::model::weights::MatrixData;
+    let gpu = device.gpu();
+    let mut uploader = Uploader::new(gpu).unwrap();
+    // More than one staging buffer holds, twice, so that buffers come round again; bf16 values that fp16 holds.
+    let (rows, cols) = (20_000, 1_000);
+    let value = |at: usize| half::bf16::from_f32((at % 509) as f32 / 64.0 - 3.0);
+    let mut bytes: Vec<u8> = (0..rows * cols).flat_map(|at| value(at).to_bits().to_le_bytes()).collect();
+    let to = [0, 1].map(|_| gpu.allocate_zeroed(2 * (rows * cols) as u64).unwrap());
+    for to in &to {
+        let data = MatrixData::Dense { format: WeightFormat::Bf16, bytes: &bytes };
+        uploader.half("whole", &data, rows, cols, to, Place::together(0)).unwrap();
+    }
+    uploader.finish().unwrap();
+    for to in &to {
+        let found = to.read::<u16>(0, rows * cols).unwrap();
+        let wrong =
+            (0..rows * cols).find(|&at| found[at] != half::f16::from_f32(value(at).to_f32()).to_bits());
+        assert_eq!(wrong, None);
+    }
+    // One NaN, and one number that fp16 does not hold.
+    let (nan, large) = (half::bf16::NAN.to_bits(), half::bf16::from_f32(1e6).to_bits());
+    bytes[14..16].copy_from_slice(&nan.to_le_bytes());
+    bytes[39_000_000..39_000_002].copy_from_slice(&large.to_le_bytes());
+    let data = MatrixData::Dense { format: WeightFormat::Bf16, bytes: &bytes };
+    uploader.half("broken", &data, rows, cols, &to[0], Place::together(0)).unwrap();
+    let error = uploader.finish().unwrap_err();
+    assert!(error.to_string().contains("broken: 2 of 20000000 elements"), "{error}");
+    uploader.finish().unwrap();
+}
+
+#[test]
 fn a_gpu_that_is_full_is_an_error() {
     let Some((mut device, _alone)) = device("a_gpu_that_is_full_is_an_error") else { return };
     let (layout, source) = geometry();

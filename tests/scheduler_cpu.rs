@@ -74,6 +74,9 @@ fn check(what: &str, model: &dyn Model, golden: &Golden, config: EngineConfig) -
     let mut texts = [const { Vec::new() }; 3];
     while let Some(report) = engine.step().unwrap() {
         counts.accepted += report.accepted;
+        // What the launches declare is at least what the step must move.
+        let (moved, compulsory) = (report.moved_bytes.unwrap(), report.cost.bytes.total());
+        assert!(moved >= compulsory, "{what}, step {}: {moved} of {compulsory} bytes", report.index);
         for event in report.events {
             match event {
                 Event::Tokens { request: RequestId(id), tokens } => texts[id as usize].extend(tokens),

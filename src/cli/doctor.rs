@@ -26,10 +26,18 @@ pub struct DoctorFlags {
 /// One line of the answer: (about what, what, value).
 type Line = (String, String, String);
 
-/// Libraries that the CUDA device opens, with the names they go by.
-const LIBRARIES: [(&str, &[&str]); 2] = [
-    ("cuBLASLt", &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"]),
-    ("CUPTI", &["libcupti.so.13", "libcupti.so.12", "libcupti.so"]),
+/// Libraries that the CUDA device opens if they are there, the names they go by, and what their lack means.
+const LIBRARIES: [(&str, &[&str], &str); 2] = [
+    (
+        "cuBLASLt",
+        &cuda::cublaslt::NAMES,
+        "not found: prompts run on the program's own, slower products; pip install nvidia-cublas",
+    ),
+    (
+        "CUPTI",
+        &cuda::cupti::NAMES,
+        "not found: --trace times kernels by events, one by one; pip install nvidia-cuda-cupti",
+    ),
 ];
 
 impl DoctorFlags {
@@ -82,13 +90,9 @@ impl DoctorFlags {
                 Err(error) => sentence(&error),
             },
         ));
-        for (name, files) in LIBRARIES {
+        for (name, files, lack) in LIBRARIES {
             let found = cuda::libraries::open(files).map(|(_, path)| path.display().to_string());
-            lines.push(line(
-                "cuda",
-                name,
-                found.unwrap_or_else(|| "not found; not needed to run".to_string()),
-            ));
+            lines.push(line("cuda", name, found.unwrap_or_else(|| lack.to_string())));
         }
         for gpu in gpus {
             let part = format!("cuda:{}", gpu.ordinal);

@@ -228,6 +228,7 @@ pub fn new_record(
             measured: false,
         },
         models: prepared.model_records(),
+        cold_start: None,
         arms: prepared.arm_records(plan),
         skipped: prepared.skipped.clone(),
         warnings: Vec::new(),
@@ -258,6 +259,7 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
     let folder = ResultsFolder::reopen(path)?;
     record.started.clone_from(&earlier.started);
     record.resumed = earlier.resumed.clone();
+    record.cold_start.clone_from(&earlier.cold_start);
     record.resumed.push(record::now());
     record.forced = earlier.forced.clone();
     record.warnings = earlier.warnings.clone();

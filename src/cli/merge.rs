@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::flags::Format;
 use super::{execute, output};
-use crate::experiment::folder::ResultsFolder;
+use crate::experiment::folder::{KERNELS_FILE, ResultsFolder};
 use crate::experiment::plan::{Cell, Plan};
 use crate::experiment::record::{self, RunRecord, Status};
 use crate::report::csv::Rows;
@@ -34,8 +34,16 @@ pub struct MergeFlags {
 }
 
 /// Files with rows, summary.csv last as in a run.
-const FILES: [&str; 7] =
-    ["cold.csv", "populations.csv", "checks.csv", "requests.csv", "tokens.csv", "steps.csv", "summary.csv"];
+const FILES: [&str; 8] = [
+    "cold.csv",
+    "populations.csv",
+    "checks.csv",
+    "requests.csv",
+    "tokens.csv",
+    "steps.csv",
+    KERNELS_FILE,
+    "summary.csv",
+];
 
 impl MergeFlags {
     pub fn run(self) -> Result<()> {

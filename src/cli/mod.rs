@@ -82,6 +82,7 @@ pub fn parse() -> Result<Arguments> {
 /// # Errors
 /// Whatever the command failed with; its exit code is [`crate::Error::exit_code`].
 pub fn run(arguments: Arguments) -> Result<()> {
+    crate::experiment::record::seconds_since_start();
     crate::experiment::interrupt::install()?;
     match arguments.command {
         Command::List(flags) => flags.run(),

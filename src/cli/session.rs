@@ -1,6 +1,7 @@
 //! One model on one device with one engine: what `generate` and `logits` work on.
 
 use std::path::Path;
+use std::time::Instant;
 
 use clap::Args;
 use toml::{Table, Value};
@@ -15,6 +16,7 @@ use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
 use crate::experiment::runner::Progress;
 use crate::experiment::{device, knobs};
+use crate::report::numbers::{bytes, duration};
 use crate::{Error, Result};
 
 /// Flags that choose model, device and engine.
@@ -141,14 +143,33 @@ impl Checked {
             self.device.default_dtypes(),
             Some(longest_tokens),
         )?;
+        let began = Instant::now();
+        self.device.prepare()?;
+        if let Some(compiled) = self.device.compiled().filter(|compiled| compiled.compiled > 0) {
+            let took = duration(began.elapsed().as_secs_f64());
+            output::note(&format!(
+                "compiled {} kernel files in {took}, for this and later runs",
+                compiled.compiled
+            ));
+        }
         let mut bar = Bar::new();
         bar.begin(1, 1, "loading", layout.weight_bytes());
+        let began = Instant::now();
         let options = LoadOptions { cpu_math: self.config.cpu_math, threads: self.config.threads };
         let model = self
             .device
             .load(layout, &self.opened.weights, &options, &mut |progress| bar.advance(progress.done_bytes));
         bar.end();
         let model = model?;
+        if !self.device.info().simulated() {
+            let (loaded, load_s) = (layout.weight_bytes() as f64, began.elapsed().as_secs_f64());
+            output::note(&format!(
+                "loaded {} in {}: {}/s",
+                bytes(loaded),
+                duration(load_s),
+                bytes(loaded / load_s)
+            ));
+        }
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
         let engine = Engine::new(model.as_ref(), pools, self.config, device::NO_CEILINGS, clock)?;

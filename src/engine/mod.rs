@@ -28,7 +28,7 @@ use self::cache::Cache;
 use self::cache::shape::CacheShape;
 use self::clock::Clock;
 use self::config::{EngineConfig, Speculation};
-use self::device::{CachePlan, Input, Model, SequenceStep, Session, Step, Ticket, Want};
+use self::device::{CachePlan, Input, Model, SequenceStep, Session, Step, Ticket, TraceEnd, Want};
 use self::request::{FinishReason, Request, RequestId};
 use self::scheduler::{ScheduledStep, Scheduler};
 use self::step_report::{Event, StepKind, StepReport};
@@ -158,6 +158,7 @@ impl Engine {
         report.start_s = output.start_s;
         report.end_s = output.end_s;
         report.device_s = output.device_s;
+        report.moved_bytes = output.moved_bytes;
         report.kernels = std::mem::take(&mut output.kernels);
         let completed = self.scheduler.complete(&step, output, &mut events);
         report.accepted = completed.accepted;
@@ -175,6 +176,16 @@ impl Engine {
     /// Whether the device records the kernels of the steps submitted from now on.
     pub fn set_trace(&mut self, on: bool) {
         self.trace = on;
+    }
+
+    /// Stops tracing and gives what is known only now. Tickets count steps as reports do: from 0, one a step. Call it
+    /// when idle.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn finish_trace(&mut self) -> Result<TraceEnd> {
+        self.trace = false;
+        self.session.finish_trace()
     }
 
     pub fn plan(&self) -> &CachePlan {
@@ -264,6 +275,7 @@ impl Engine {
             held_back_by: step.held_back_by,
             cost,
             events: Vec::new(),
+            moved_bytes: None,
             kernels: Vec::new(),
         };
         for entry in &step.entries {

@@ -81,6 +81,8 @@ pub struct StepReport {
     /// Compulsory bytes, FLOPs and floor, from `account.rs`.
     pub cost: StepCost,
     pub events: Vec<Event>,
+    /// Bytes that the device's launches declared, where it counts them.
+    pub moved_bytes: Option<u64>,
     /// Filled only while tracing.
     pub kernels: Vec<KernelRecord>,
 }

@@ -18,6 +18,8 @@ use crate::report::csv::Rows;
 use crate::{Error, Result};
 
 pub const RUN_FILE: &str = "run.json";
+/// Written whole after each traced pass, like the trace itself.
+pub const KERNELS_FILE: &str = "kernels.csv";
 const JOURNAL: &str = "cells.jsonl";
 
 #[derive(Debug)]
@@ -84,7 +86,7 @@ impl ResultsFolder {
         let entries = std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?;
         for entry in entries.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name.ends_with(".csv") {
+            if name.ends_with(".csv") && name != KERNELS_FILE {
                 folder.cut(&name, folder.lengths.get(&name).copied().unwrap_or(0))?;
             }
         }

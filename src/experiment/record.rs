@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +12,7 @@ use super::folder::RUN_FILE;
 use super::plan::{Plan, PlanOptions};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
-use crate::engine::device::{DeviceInfo, DeviceKind};
+use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
 use crate::measure::summary::SCHEMA;
 use crate::{Error, Result};
 
@@ -55,6 +57,9 @@ pub struct RunRecord {
     pub device: DeviceRecord,
     pub ceilings: Ceilings,
     pub models: Vec<ModelRecord>,
+    /// Empty on a simulated device.
+    #[serde(default)]
+    pub cold_start: Option<ColdStart>,
     /// Every arm's engine as it ran, with the pools it got.
     pub arms: Vec<ResolvedArm>,
     /// Arms left out, and why.
@@ -96,6 +101,26 @@ impl DeviceRecord {
             chosen_because: chosen_because.to_string(),
         }
     }
+}
+
+/// From nothing to the first step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ColdStart {
+    /// The model that was loaded first.
+    pub model: String,
+    /// From the program's start to the end of its first step, the measurement of ceilings left out.
+    pub seconds: f64,
+    /// Time the measurement of ceilings took, meanwhile.
+    pub ceilings_s: f64,
+    /// What was compiled until then, and what came from the kernel cache.
+    pub compiled: Option<Compiled>,
+}
+
+static START: OnceLock<Instant> = OnceLock::new();
+
+/// Seconds since the first call, which the command line makes as the program starts.
+pub fn seconds_since_start() -> f64 {
+    START.get_or_init(Instant::now).elapsed().as_secs_f64()
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -7,11 +7,11 @@
 use std::time::Instant;
 
 use super::drive::{Submission, drive};
-use super::folder::{RUN_FILE, ResultsFolder};
+use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
 use super::interrupt;
 use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
-use super::record::{RunRecord, SkippedArm, build_id};
+use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
 use super::target::Embedded;
 use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
@@ -20,13 +20,15 @@ use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
 use crate::measure::checks::check_rows;
+use crate::measure::kernels::kernel_rows;
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
+use crate::measure::rows::KernelRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
 use crate::report::chrome_trace::ChromeTrace;
-use crate::report::csv::{self, rows};
+use crate::report::csv::{self, Rows, rows};
 use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
@@ -68,6 +70,9 @@ pub struct Loaded {
     options: LoadOptions,
     model: Box<dyn Model>,
     clock: Clock,
+    /// Seconds since the program's start at the start of `clock`, ceilings left out, and the time those took.
+    clock_start_s: f64,
+    ceilings_s: f64,
     session: Option<OpenSession>,
     /// Nothing has run on it yet.
     fresh: bool,
@@ -86,34 +91,49 @@ impl Runner<'_> {
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
     pub fn run(&mut self) -> Result<Ending> {
         let mut loaded: Option<Loaded> = None;
-        let mut trace = self.trace.then(ChromeTrace::default);
         let cells = self.plan.cells();
         let mut ending = Ending::Complete;
         for (position, &cell) in cells.iter().enumerate() {
             if self.prepared.arms[cell.arm].is_none() {
                 continue;
             }
-            let finished = self.folder.finished().contains(&cell);
-            let wants_trace = trace.is_some() && cell.repeat == self.first_repeat(&cells, cell.arm);
-            if (finished && !wants_trace) || (!finished && self.is_over_saturated(cell)?) {
+            if self.folder.finished().contains(&cell) || self.is_over_saturated(cell)? {
                 continue;
             }
             if self.until.is_some_and(|until| Instant::now() >= until) {
                 ending = Ending::OutOfTime(cells.len() - position);
                 break;
             }
-            if !finished && self.run_cell(&mut loaded, cell, (position + 1, cells.len()))?.is_none() {
-                continue;
-            }
-            if let Some(trace) = trace.as_mut().filter(|_| wants_trace) {
-                self.load(&mut loaded, cell.arm)?;
-                let Some(on_device) = loaded.as_mut() else { continue };
-                self.trace_arm(on_device, cell, trace)?;
-                self.folder.replace("trace.json.gz", &trace.gzip()?)?;
-            }
+            self.run_cell(&mut loaded, cell, (position + 1, cells.len()))?;
+        }
+        if self.trace && ending == Ending::Complete {
+            self.trace_arms(&mut loaded, &cells)?;
         }
         self.progress.end();
         Ok(ending)
+    }
+
+    /// A traced pass of every arm. After all that is measured: what times a GPU's kernels slows its launches down until the
+    /// program ends.
+    fn trace_arms(&mut self, loaded: &mut Option<Loaded>, cells: &[Cell]) -> Result<()> {
+        let mut trace = ChromeTrace::default();
+        let mut kernels: Vec<KernelRow> = Vec::new();
+        for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(cells, cell.arm)) {
+            if !self.folder.finished().contains(&cell) || !self.load(loaded, cell.arm)? {
+                continue;
+            }
+            let Some(on_device) = loaded.as_mut() else { continue };
+            let record = self.trace_arm(on_device, cell)?;
+            let arm = &self.plan.arms[cell.arm].name;
+            trace.add(arm, &record, &self.ceilings);
+            kernels.extend(kernel_rows(&record, arm, cell.repeat as u32, &self.ceilings));
+            self.folder.replace("trace.json.gz", &trace.gzip()?)?;
+            if !kernels.is_empty() {
+                let Rows { header, rows } = rows(&kernels)?;
+                self.folder.replace(KERNELS_FILE, (header + &rows).as_bytes())?;
+            }
+        }
+        Ok(())
     }
 
     /// Warms up, measures and writes one cell, the `position.0`th of `position.1`. `None` when the arm is an optional
@@ -164,10 +184,6 @@ impl Runner<'_> {
         Ok(skips)
     }
 
-    fn first_repeat(&self, cells: &[Cell], arm: usize) -> usize {
-        cells.iter().filter(|cell| cell.arm == arm).map(|cell| cell.repeat).min().unwrap_or(0)
-    }
-
     /// Puts the arm's model onto the device if another one is there. False when an optional arm turns out not to run
     /// here, which is then noted.
     fn load(&mut self, loaded: &mut Option<Loaded>, index: usize) -> Result<bool> {
@@ -180,6 +196,7 @@ impl Runner<'_> {
         // The old model goes first: the device may not hold both.
         *loaded = None;
         let opened = &self.prepared.models[&arm.model];
+        self.device.prepare()?;
         let began = Instant::now();
         let progress = &mut *self.progress;
         progress.begin(0, 0, &format!("loading {}", arm.model), opened.layout.weight_bytes());
@@ -194,7 +211,9 @@ impl Runner<'_> {
                     record.load_s.get_or_insert(began.elapsed().as_secs_f64());
                 }
                 // Of the arithmetic this model was loaded for.
+                let before_s = record::seconds_since_start();
                 self.ceilings = self.device.ceilings()?;
+                let ceilings_s = record::seconds_since_start() - before_s;
                 if self.record.ceilings.read_bytes_per_s == 0.0 {
                     self.record.ceilings = self.ceilings;
                     self.save_record()?;
@@ -205,6 +224,8 @@ impl Runner<'_> {
                     options,
                     model,
                     clock,
+                    clock_start_s: record::seconds_since_start() - ceilings_s,
+                    ceilings_s,
                     session: None,
                     fresh: true,
                 });
@@ -269,6 +290,7 @@ impl Runner<'_> {
         let (delay_s, gap_s) = self.device.submission_delay_s();
         let submission = Submission { delay_s, gap_s };
         let after_load = std::mem::replace(&mut loaded.fresh, false);
+        let (clock_start_s, ceilings_s) = (loaded.clock_start_s, loaded.ceilings_s);
         let engine = self.session(loaded, ready)?;
         engine.set_trace(false);
 
@@ -285,6 +307,14 @@ impl Runner<'_> {
         if let Some(model) = self.record.models.iter_mut().find(|model| model.reference == arm.model) {
             let cold_ms = warmed.cold.as_ref().and_then(|cold| cold.first_step_ms);
             model.cold_step_ms = model.cold_step_ms.or(cold_ms);
+        }
+        if let (None, Some(end_s)) = (&self.record.cold_start, warmed.first_step_end_s) {
+            self.record.cold_start = Some(ColdStart {
+                model: arm.model.clone(),
+                seconds: clock_start_s + end_s,
+                ceilings_s,
+                compiled: self.device.compiled(),
+            });
         }
 
         let expected = schedule.requests.len() as u64;
@@ -306,8 +336,7 @@ impl Runner<'_> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
         let label = self.label(arm, cell);
-        let conditions =
-            Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo, traffic_ratio: None };
+        let conditions = Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo };
         let summary = summarize(record, &label, &conditions);
         let limited = arm.load.concurrency.is_some();
         let mut checks = check_rows(record, &arm.name, repeat, limited);
@@ -326,7 +355,7 @@ impl Runner<'_> {
             ("summary.csv", rows([&summary])?),
         ];
         // Once an arm: later repeats find warm what an earlier one warmed.
-        if cell.repeat == self.first_repeat(&self.plan.cells(), cell.arm)
+        if cell.repeat == first_repeat(&self.plan.cells(), cell.arm)
             && let Some(cold) = &warmed.cold
         {
             files.insert(0, ("cold.csv", rows([cold])?));
@@ -359,27 +388,52 @@ impl Runner<'_> {
         }
     }
 
-    /// One more pass of an arm with kernels recorded. Its rows go nowhere.
-    fn trace_arm(&mut self, loaded: &mut Loaded, cell: Cell, trace: &mut ChromeTrace) -> Result<()> {
+    /// One more pass of an arm with kernels recorded, or two where the device asks for another. Its measured rows go
+    /// nowhere.
+    fn trace_arm(&mut self, loaded: &mut Loaded, cell: Cell) -> Result<ArmRecord> {
         let arm = &self.plan.arms[cell.arm];
-        let Some(ready) = &self.prepared.arms[cell.arm] else { return Ok(()) };
+        let Some(ready) = &self.prepared.arms[cell.arm] else { return Ok(ArmRecord::default()) };
         let model = &self.prepared.models[&arm.model];
-        let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
         let (delay_s, gap_s) = self.device.submission_delay_s();
-        let engine = self.session(loaded, ready)?;
-        engine.set_trace(true);
-        self.progress.begin(0, 0, &format!("{}: tracing", arm.name), schedule.requests.len() as u64);
-        let progress = &mut *self.progress;
-        let record = drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, &mut |done| {
-            progress.advance(done as u64);
-        });
-        engine.set_trace(false);
-        trace.add(&arm.name, &record?, &self.ceilings);
-        Ok(())
+        let mut again = true;
+        let mut record = ArmRecord::default();
+        for _ in 0..2 {
+            if !again {
+                break;
+            }
+            let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
+            let engine = self.session(loaded, ready)?;
+            engine.set_trace(true);
+            self.progress.begin(0, 0, &format!("{}: tracing", arm.name), schedule.requests.len() as u64);
+            let progress = &mut *self.progress;
+            let driven =
+                drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, &mut |done| {
+                    progress.advance(done as u64);
+                });
+            let end = engine.finish_trace()?;
+            record = driven?;
+            for (ticket, kernels) in end.kernels {
+                record.add_kernels(ticket.0, kernels);
+            }
+            for note in end.notes {
+                let note = format!("trace: {note}");
+                if !self.record.warnings.contains(&note) {
+                    self.progress.line(&note);
+                    self.record.warnings.push(note);
+                }
+            }
+            again = end.again;
+        }
+        Ok(record)
     }
 
     /// Writes run.json as it stands.
     pub fn save_record(&self) -> Result<()> {
         self.folder.replace(RUN_FILE, &self.record.json()?)
     }
+}
+
+/// The first repeat of an arm that is in the plan.
+fn first_repeat(cells: &[Cell], arm: usize) -> usize {
+    cells.iter().filter(|cell| cell.arm == arm).map(|cell| cell.repeat).min().unwrap_or(0)
 }

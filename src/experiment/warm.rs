@@ -18,6 +18,8 @@ use crate::measure::warmup::Stationarity;
 pub struct WarmUp {
     /// Its first round; `None` without one.
     pub cold: Option<ColdRow>,
+    /// When its first step ended, on the session's clock.
+    pub first_step_end_s: Option<f64>,
     /// How many rounds it took, for checks.csv.
     pub check: Option<CheckRow>,
 }
@@ -36,7 +38,7 @@ pub fn warm_up(
     (label, position): (&str, (usize, usize)),
 ) -> Result<WarmUp> {
     let mut stationarity = Stationarity::default();
-    let mut cold = None;
+    let (mut cold, mut first_step_end_s) = (None, None);
     for round in 0..arm.load.warmup.max_rounds {
         let Some(schedule) = prepare::warmup(plan, arm, model, cell.repeat, round)? else { break };
         progress.begin(position.0, position.1, label, schedule.requests.len() as u64);
@@ -46,6 +48,8 @@ pub fn warm_up(
             model: arm.model.clone(),
             ..ColdRow::of(&record, &arm.name, cell.repeat as u32)
         });
+        first_step_end_s =
+            first_step_end_s.or(record.steps.first().map(|step| record.origin_s + step.report.end_s));
         stationarity.begin_round();
         record.steps.iter().for_each(|step| stationarity.observe(&step.report));
         if stationarity.is_stationary() {
@@ -53,5 +57,5 @@ pub fn warm_up(
         }
     }
     let check = stationarity.check_row(&arm.name, cell.repeat as u32, arm.load.warmup.max_rounds);
-    Ok(WarmUp { cold, check })
+    Ok(WarmUp { cold, first_step_end_s, check })
 }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::Result;
 use crate::engine::account::{Ceilings, CostModel};
 use crate::engine::device::sim::SimDevice;
-use crate::measure::rows::StepRow;
+use crate::measure::rows::{KernelRow, StepRow};
 use crate::simulation::SimulatedArm;
 
 pub use counterfactual::{Check, Counterfactual};
@@ -29,6 +29,7 @@ pub struct Evidence<'a> {
     pub duration_s: f64,
     /// What the summary says bound it; empty if nothing.
     pub bound_by: &'a str,
+    pub largest_kernels: Vec<KernelRow>,
     pub ceilings: Ceilings,
     pub simulated: &'a SimulatedArm,
     pub device: &'a SimDevice,
@@ -44,6 +45,8 @@ pub struct Explanation {
     /// Empty when counterfactuals were not asked for.
     pub counterfactuals: Vec<Counterfactual>,
     pub check: Option<Check>,
+    /// The largest kernels of the kind of step that took most of a traced pass; empty for a run that was not traced.
+    pub largest_kernels: Vec<KernelRow>,
 }
 
 /// # Errors
@@ -76,5 +79,6 @@ pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explan
         walls,
         counterfactuals,
         check,
+        largest_kernels: evidence.largest_kernels.clone(),
     })
 }

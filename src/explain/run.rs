@@ -7,6 +7,7 @@ use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::record::ResolvedArm;
 use crate::hardware;
 use crate::measure::rows::StepRow;
+use crate::report::consumers;
 use crate::report::results::RunResults;
 use crate::simulation::SimulatedArm;
 use crate::{Error, Result};
@@ -108,6 +109,7 @@ pub fn explain_run(
             steps: &steps,
             duration_s: summaries.iter().map(|summary| summary.duration_s).sum(),
             bound_by: summaries.first().map_or("", |summary| summary.bound_by.as_str()),
+            largest_kernels: consumers::largest(results, arm).into_iter().cloned().collect(),
             ceilings: results.record.ceilings,
             simulated: &simulated,
             device,

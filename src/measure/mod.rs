@@ -10,6 +10,7 @@ pub mod cold;
 pub mod compare;
 pub mod fairness;
 pub mod gpu_state;
+pub mod kernels;
 pub mod max_t;
 pub mod nvml;
 pub mod populations;
@@ -22,6 +23,6 @@ pub mod steady;
 pub mod summarize;
 pub mod summary;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod verdict;
 pub mod warmup;

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 
 use super::rows::{RequestRow, StepRow, TokenTimes};
+use crate::engine::device::KernelRecord;
 use crate::engine::request::{FinishReason, RequestId};
 use crate::engine::step_report::{Event, HeldBack, StepReport};
 use crate::workload::feed::Due;
@@ -100,6 +101,8 @@ pub struct ArmRecord {
     pub duration_s: f64,
     /// When the first injector was due, and when the last was answered: Part 2's window.
     pub injection_window_s: Option<(f64, f64)>,
+    /// The start of the run on the session's clock.
+    pub origin_s: f64,
 }
 
 pub struct Recorder {
@@ -233,11 +236,23 @@ impl Recorder {
             duration_s,
             requests: self.requests,
             steps: self.steps,
+            origin_s: self.origin_s,
         }
     }
 }
 
 impl ArmRecord {
+    /// Adds the kernels of a step that became known after it; `index` is the step's own, times are the session's.
+    pub fn add_kernels(&mut self, index: u64, mut kernels: Vec<KernelRecord>) {
+        for kernel in &mut kernels {
+            kernel.start_s -= self.origin_s;
+            kernel.end_s -= self.origin_s;
+        }
+        if let Ok(place) = self.steps.binary_search_by_key(&index, |step| step.report.index) {
+            self.steps[place].report.kernels = kernels;
+        }
+    }
+
     /// Rows of requests.csv.
     pub fn request_rows<'a>(&'a self, arm: &'a str, repeat: u32) -> impl Iterator<Item = RequestRow> + 'a {
         let ms = |seconds: Option<f64>| seconds.map(|seconds| seconds * 1e3);

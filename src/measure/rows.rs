@@ -1,4 +1,4 @@
-//! Rows of the result files: requests.csv, tokens.csv, steps.csv, populations.csv and checks.csv.
+//! Rows of the result files: requests.csv, tokens.csv, steps.csv, kernels.csv, populations.csv and checks.csv.
 //!
 //! Field names are the literal headers. Units are in the names: `_s` seconds from the start of the arm's measured run,
 //! `_ms` milliseconds, `_tokens`, `_bytes`; a field that does not apply is empty. Times come from the session's clock.
@@ -101,6 +101,31 @@ pub struct StepRow {
     pub activation_bytes: u64,
     pub flops: u64,
     pub floor_ms: f64,
+}
+
+/// kernels.csv: a row a kernel and kind of step, from the arm's traced pass, which is none of the measured ones. Figures are
+/// means over the steps of that kind.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KernelRow {
+    pub arm: String,
+    pub repeat: u32,
+    /// `decode`, `prefill` or `mixed`.
+    pub kind: String,
+    /// Traced steps of that kind.
+    pub steps: usize,
+    /// As the trace names it, or `(between kernels)` for the rest of a step.
+    pub kernel: String,
+    pub launches: f64,
+    /// From the end of the kernel in front of it (or its own start where that is later) to its end, over all its launches in
+    /// a step; and the share of the step. Both add up to the step.
+    pub time_ms: f64,
+    pub share: f64,
+    /// Declared by the launches: each input read once, each output written once.
+    pub bytes: f64,
+    pub flops: f64,
+    /// max(bytes / read bandwidth, FLOPs / rate), launch by launch, on the run's ceilings; and that over `time_ms`.
+    pub floor_ms: f64,
+    pub of_floor: Option<f64>,
 }
 
 /// populations.csv: a row a named population of latencies.

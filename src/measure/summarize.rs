@@ -16,8 +16,6 @@ pub struct Conditions<'a> {
     pub offered_rate: Option<Rate>,
     pub ceilings: &'a Ceilings,
     pub slo: &'a Slo,
-    /// Bytes launches moved over compulsory bytes, where a traced pass counted them.
-    pub traffic_ratio: Option<f64>,
 }
 
 pub fn summarize(record: &ArmRecord, label: &ArmLabel, conditions: &Conditions) -> Summary {
@@ -30,7 +28,6 @@ pub fn summarize(record: &ArmRecord, label: &ArmLabel, conditions: &Conditions) 
         device: label.device.clone(),
         simulated: label.simulated,
         offered_rate: conditions.offered_rate,
-        traffic_ratio: conditions.traffic_ratio,
         schema: SCHEMA,
         model: label.model.clone(),
         weights: if label.synthetic_weights { "synthetic" } else { "real" }.to_string(),
@@ -191,6 +188,9 @@ fn steps(summary: &mut Summary, record: &ArmRecord, ceilings: &Ceilings) {
         summary.bytes_per_token = (tokens > 0).then(|| bytes as f64 / tokens as f64);
         summary.bandwidth_fraction = share(bytes as f64 / wall_s, ceilings.read_bytes_per_s);
     }
+    // (A device counts the bytes of all its steps or of none.)
+    let moved: Option<u64> = reports().map(|report| report.moved_bytes).sum();
+    summary.traffic_ratio = moved.filter(|_| bytes > 0).map(|moved| moved as f64 / bytes as f64);
     if flops > 0 {
         summary.flops_fraction = share(flops as f64 / wall_s, ceilings.flops_per_s);
     }
@@ -218,7 +218,7 @@ mod tests {
     fn summary(record: &ArmRecord, slo: &str) -> Summary {
         let slo: Slo = slo.parse().unwrap();
         let offered_rate = Some(Rate::FLOOD);
-        let conditions = Conditions { offered_rate, ceilings: &CEILINGS, slo: &slo, traffic_ratio: None };
+        let conditions = Conditions { offered_rate, ceilings: &CEILINGS, slo: &slo };
         summarize(record, &ArmLabel::default(), &conditions)
     }
 

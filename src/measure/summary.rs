@@ -86,7 +86,8 @@ pub struct Summary {
     /// Compulsory bytes over step time and the measured read bandwidth; FLOPs over step time and the dense rate.
     pub bandwidth_fraction: Option<f64>,
     pub flops_fraction: Option<f64>,
-    /// Bytes that launches moved over compulsory bytes, 1 or more; where launches were counted.
+    /// Bytes that launches declared (each input read once, each output written once) over compulsory bytes, which count
+    /// what a fused engine must move: 1 or more. On devices that count them.
     pub traffic_ratio: Option<f64>,
     /// weights, state, kv, compute, seats, blocks, token_budget, arrivals or host.
     pub bound_by: String,

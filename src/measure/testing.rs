@@ -59,6 +59,7 @@ pub fn report(kind: StepKind, start_s: f64, end_s: f64) -> StepReport {
         held_back_by: None,
         cost: StepCost::default(),
         events: Vec::new(),
+        moved_bytes: None,
         kernels: Vec::new(),
     }
 }
@@ -68,5 +69,5 @@ pub fn record_of(mut requests: Vec<RequestRecord>, steps: Vec<StepRecord>) -> Ar
         request.index = index;
     }
     let duration_s = requests.iter().filter_map(|request| request.finish_s).fold(0.0, f64::max);
-    ArmRecord { requests, steps, duration_s, injection_window_s: None }
+    ArmRecord { requests, steps, duration_s, ..ArmRecord::default() }
 }

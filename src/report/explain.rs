@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use super::numbers::{DASH, bytes, median, number, optional, percent};
-use super::overview;
 use super::results::RunResults;
 use super::table;
+use super::{consumers, overview};
 use crate::Result;
 use crate::cli::flags::Format;
 use crate::measure::rows::StepRow;
@@ -160,6 +160,9 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
     ];
     let rows: Vec<Vec<String>> = results.arms().into_iter().map(|arm| cost_row(results, arm)).collect();
     text += &table::render(format, &header, &rows, &[1, 2, 3, 4, 5, 6, 7, 8])?;
+    if let Some(largest) = consumers::render(results, format)? {
+        text += &format!("\n{largest}");
+    }
     let reasons = reasons(results);
     if !reasons.is_empty() {
         text += &format!("\n{}\n", reasons.join("\n"));

@@ -2,6 +2,7 @@
 //! again from a folder at any time.
 
 pub mod chrome_trace;
+pub mod consumers;
 pub mod csv;
 pub mod explain;
 pub mod export;

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::experiment::folder::KERNELS_FILE;
 use crate::experiment::record::RunRecord;
 use crate::measure::cold::ColdRow;
-use crate::measure::rows::{CheckRow, PopulationRow, StepRow};
+use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
 use crate::measure::summary::Summary;
 use crate::{Result, report};
 
@@ -18,6 +19,8 @@ pub struct RunResults {
     pub populations: Vec<PopulationRow>,
     pub checks: Vec<CheckRow>,
     pub cold: Vec<ColdRow>,
+    /// Empty for a run that was not traced.
+    pub kernels: Vec<KernelRow>,
 }
 
 impl RunResults {
@@ -33,7 +36,9 @@ impl RunResults {
         let populations = read_if_there(&folder.join("populations.csv"))?;
         let checks = read_if_there(&folder.join("checks.csv"))?;
         let cold = read_if_there(&folder.join("cold.csv"))?;
-        Ok(Self { folder: folder.to_path_buf(), record, summaries, steps, populations, checks, cold })
+        let kernels = read_if_there(&folder.join(KERNELS_FILE))?;
+        let folder = folder.to_path_buf();
+        Ok(Self { folder, record, summaries, steps, populations, checks, cold, kernels })
     }
 
     /// Arms that have a finished row, in the order of the plan.

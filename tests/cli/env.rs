@@ -14,7 +14,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    fn new(output: Output) -> Self {
+    pub fn new(output: Output) -> Self {
         Self {
             code: output.status.code().unwrap_or(-1),
             stdout: String::from_utf8(output.stdout).unwrap(),

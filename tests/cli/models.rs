@@ -1,4 +1,4 @@
-use crate::env::TestEnv;
+use crate::env::{Ran, TestEnv};
 
 fn fixture(name: &str) -> String {
     format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"))
@@ -76,6 +76,49 @@ fn doctor_names_what_it_found() {
     let json = TestEnv::new().run("doctor --no-measure --format json").ok().json();
     assert!(json["cpu"]["memory"].as_str().unwrap().contains("free"));
     assert!(json["cuda"]["NVRTC"].is_string());
+}
+
+/// Loaders pointed at nothing, and at files that are no libraries.
+#[test]
+fn cuda_libraries_that_are_missing_or_broken_are_a_sentence_each() {
+    let env = TestEnv::new();
+    let folder = env.path().join("cuda/lib64");
+    std::fs::create_dir_all(&folder).unwrap();
+    for name in ["libcuda.so.1", "libnvrtc.so", "libcublasLt.so", "libcupti.so"] {
+        std::fs::write(folder.join(name), "no library").unwrap();
+    }
+    let doctor = |home: &std::path::Path| {
+        let mut command = env.command();
+        command.env("CUDA_HOME", home).env("HOME", env.path()).env("PATH", "");
+        command.env_remove("LD_LIBRARY_PATH").env_remove("CUDA_PATH").env_remove("VIRTUAL_ENV");
+        Ran::new(command.args(["doctor", "--no-measure", "--format", "json"]).output().unwrap()).ok().json()
+    };
+    for json in [doctor(&env.path().join("cuda")), doctor(&env.path().join("absent"))] {
+        // (Where CUDA is installed in a system folder, it is found all the same.)
+        for (name, hint) in
+            [("NVRTC", "nvidia-cuda-nvrtc"), ("cuBLASLt", "pip install"), ("CUPTI", "pip install")]
+        {
+            let found = json["cuda"][name].as_str().unwrap();
+            assert!(found.contains(".so") || found.contains(hint), "{name}: {found}");
+            assert!(!found.contains("cuda/lib64/lib") || found.starts_with("/usr"), "{name}: {found}");
+        }
+        if let Some(words) = json["cuda"]["GPU"].as_str() {
+            assert!(words.contains("driver") || words.contains("none found"), "{words}");
+        }
+    }
+}
+
+#[test]
+fn a_gpu_where_there_is_none_is_refused_with_a_hint() {
+    if inferwall::engine::device::cuda::probe().is_ok_and(|gpus| !gpus.is_empty()) {
+        eprintln!("skipped: this machine has a GPU");
+        return;
+    }
+    let env = TestEnv::new();
+    for command in ["generate --prompt x", "run part3-batching-cliff"] {
+        let ran = env.run(&format!("{command} --device cuda"));
+        ran.fails(2, "driver", "--device cpu");
+    }
 }
 
 #[test]

@@ -196,6 +196,30 @@ fn a_trace_opens_with_its_tracks() {
 }
 
 #[test]
+fn a_traced_pass_names_the_largest_consumers_and_their_floors() {
+    let (env, ran) = small_on("sim:a10g", "--trace --repeats 1");
+    let told = ran.ok().stdout;
+    assert!(told.contains("largest consumers of a step"), "{told}");
+    let folder = env.only_result();
+    let mut reader = csv::Reader::from_path(folder.join("kernels.csv")).unwrap();
+    let header = reader.headers().unwrap().iter().collect::<Vec<_>>().join(" ");
+    assert_eq!(header, "arm repeat kind steps kernel launches time_ms share bytes flops floor_ms of_floor");
+    let mut shares: std::collections::BTreeMap<(String, String), f64> = std::collections::BTreeMap::new();
+    for row in reader.records().map(Result::unwrap) {
+        *shares.entry((row[0].to_string(), row[2].to_string())).or_default() +=
+            row[7].parse::<f64>().unwrap();
+    }
+    // Three arms, each with prefill and decode steps at least.
+    assert!(shares.len() >= 6 && shares.values().all(|sum| (sum - 1.0).abs() < 1e-9), "{shares:?}");
+    let explained = env.run(&format!("explain {} --no-counterfactuals --format json", folder.display()));
+    let json = explained.ok().json();
+    assert_eq!(json[0]["largest_kernels"][0]["kernel"], "weights and products (simulated)");
+    // What was traced outlives a resumed run.
+    env.run(&format!("run small --resume {}", folder.display())).ok();
+    assert!(folder.join("kernels.csv").metadata().unwrap().len() > 0);
+}
+
+#[test]
 fn shards_merge_into_the_whole() {
     let (whole, ran) = small("");
     ran.ok();

@@ -126,8 +126,7 @@ impl Rig {
     pub fn summary(&self, load: &LoadSpec, seed: u64) -> Summary {
         let (record, offered_rate) = self.run(load, seed);
         let slo = Slo::default();
-        let conditions =
-            Conditions { offered_rate, ceilings: &self.ceilings, slo: &slo, traffic_ratio: None };
+        let conditions = Conditions { offered_rate, ceilings: &self.ceilings, slo: &slo };
         summarize(&record, &ArmLabel { arm: "arm".into(), seed, ..ArmLabel::default() }, &conditions)
     }
 }

@@ -203,6 +203,7 @@ impl Session for MemorySession {
             start_s,
             end_s: start_s + 1e-3,
             device_s: 1e-3,
+            moved_bytes: None,
             kernels: Vec::new(),
         };
         self.queue.push_back((ticket, output));

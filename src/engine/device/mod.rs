@@ -46,6 +46,14 @@ impl DeviceInfo {
     }
 }
 
+/// Pieces of code compiled at run time, those found compiled in a cache, and the time compiling took, summed over threads.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Compiled {
+    pub compiled: usize,
+    pub cached: usize,
+    pub compile_s: f64,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadProgress {
     pub done_bytes: u64,
@@ -65,6 +73,19 @@ pub trait Device: Send {
     /// A new clock of the kind this device lives on.
     fn clock(&self) -> Clock {
         Clock::real()
+    }
+
+    /// Makes ready what every model needs, such as compiling kernels that are in no cache yet. Does nothing a second time.
+    ///
+    /// # Errors
+    /// A kernel that does not compile.
+    fn prepare(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Code compiled for this device since the program started; `None` where nothing is.
+    fn compiled(&self) -> Option<Compiled> {
+        None
     }
 
     /// Bytes free for weights and caches now.
@@ -214,18 +235,35 @@ pub struct StepOutput {
     pub end_s: f64,
     /// Time the device was busy.
     pub device_s: f64,
+    /// Bytes that the launches of the step declared, each input read once and each output written once; `None` where
+    /// the device does not count them.
+    pub moved_bytes: Option<u64>,
+    /// Of a traced step, unless [`Session::finish_trace`] gives them.
     pub kernels: Vec<KernelRecord>,
 }
 
-/// One kernel (or one phase of a step on the CPU), as a trace shows it.
+/// One kernel (or one phase of a step on the CPU), as a trace shows it. Kernels of a step are in the order of their
+/// launches; one may start before the kernel in front of it has ended, and then waits for it in the time given here.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KernelRecord {
+    /// What it is for, and on a GPU also the kernel: `mlp_in: product_stream_8`.
     pub name: String,
     pub start_s: f64,
     pub end_s: f64,
-    /// Compulsory bytes and FLOPs declared by the launch.
+    /// Bytes and FLOPs declared by the launch: each input read once, each output written once.
     pub bytes: u64,
     pub flops: u64,
+}
+
+/// What is only known when a traced pass is over.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TraceEnd {
+    /// Kernels of the traced steps whose [`Session::wait`] did not give them.
+    pub kernels: Vec<(Ticket, Vec<KernelRecord>)>,
+    /// What a reader of the trace has to know of how kernels were timed.
+    pub notes: Vec<String>,
+    /// The kernels were lost, and a second traced pass will time them in another way.
+    pub again: bool,
 }
 
 pub trait Session: Send {
@@ -238,4 +276,12 @@ pub trait Session: Send {
     /// # Errors
     /// Non-finite logits, a lost device.
     fn wait(&mut self, ticket: Ticket) -> Result<StepOutput>;
+
+    /// Ends a traced pass; all its steps have been waited for.
+    ///
+    /// # Errors
+    /// A lost device.
+    fn finish_trace(&mut self) -> Result<TraceEnd> {
+        Ok(TraceEnd::default())
+    }
 }

@@ -62,6 +62,11 @@ pub struct Forward<'a> {
     pub not_finite: AtomicU64,
 }
 
+/// Bytes of a mixer's rows: the products it reads, its output written, read and packed.
+fn mixer_bytes(rows: usize, width: usize, size: usize, packed: &Packed) -> usize {
+    4 * rows * (width + 2 * size) + packed.bytes()
+}
+
 impl Forward<'_> {
     fn isa(&self) -> Isa {
         self.weights.isa
@@ -82,7 +87,8 @@ impl Forward<'_> {
                 weights.embedding.read_row(tokens[row] as usize, out);
             }
         });
-        self.trace.end("embed", started, (self.batch.rows * hidden * 2) as u64, 0);
+        let row_bytes = weights.embedding.bytes() / weights.embedding.rows + 4 * hidden;
+        self.trace.end("embed", started, (self.batch.rows * row_bytes) as u64, 0);
         let (mut attention, mut delta) = (0, 0);
         for (index, layer) in weights.layers.iter().enumerate() {
             match &layer.mixer {
@@ -114,6 +120,7 @@ impl Forward<'_> {
         let (hidden, eps) = (spec.hidden_size, spec.norm_eps);
         let count = rows.map_or(self.batch.rows, <[usize]>::len);
         let packed = self.buffers.normed.shape(isa, math, count, hidden)?;
+        let started = self.trace.start();
         let x = self.buffers.x.ptr();
         let space = Shared(self.buffers.threads.as_mut_ptr());
         let not_finite = &self.not_finite;
@@ -135,6 +142,7 @@ impl Forward<'_> {
                 isa.run(PackTile { packed: &packed, tile, rows: &space.rows });
             }
         });
+        self.trace.end("norm", started, (4 * count * hidden + packed.bytes()) as u64, 0);
         Ok(packed)
     }
 
@@ -189,7 +197,7 @@ impl Forward<'_> {
                 }
             }
         });
-        self.trace.products(name, started, matrices.iter(), packed.tiling.rows);
+        self.trace.products(name, started, matrices.iter(), packed, width);
         Ok((out, width))
     }
 
@@ -213,7 +221,8 @@ impl Forward<'_> {
                 }
             }
         });
-        self.trace.products(name, started, std::iter::once(matrix), packed.tiling.rows);
+        // (The residual stream is read and written.)
+        self.trace.products(name, started, std::iter::once(matrix), packed, 2 * matrix.rows);
     }
 
     fn attention(
@@ -296,7 +305,8 @@ impl Forward<'_> {
             }
         });
         let packed = self.pack_mixer_rows(size)?;
-        self.trace.attention(started, batch, attention, kv.element.bytes());
+        let rows_bytes = mixer_bytes(batch.rows, width, size, &packed);
+        self.trace.attention(started, batch, attention, kv.element.bytes(), rows_bytes);
         Ok(packed)
     }
 
@@ -346,7 +356,8 @@ impl Forward<'_> {
             }
         });
         let packed = self.pack_mixer_rows(size)?;
-        self.trace.delta_net(started, batch, delta, state.element.bytes());
+        let rows_bytes = mixer_bytes(batch.rows, width, size, &packed);
+        self.trace.delta_net(started, batch, delta, state.element.bytes(), rows_bytes);
         Ok(packed)
     }
 
@@ -371,7 +382,9 @@ impl Forward<'_> {
             let [gate, up] = &mut results;
             isa.run(SwiGlu { gate, up, count, tile, column, columns, joined: &joined });
         });
-        self.trace.products("mlp_in", started, [&layer.gate, &layer.up].into_iter(), packed.tiling.rows);
+        let matrices = [&layer.gate, &layer.up].into_iter();
+        // (What is written is the next product's input.)
+        self.trace.products("mlp_in", started, matrices, &packed, joined.bytes() / (4 * self.batch.rows));
         self.add_product("mlp_out", &layer.down, &joined, after_layer(self.weights, layer_index));
         Ok(())
     }

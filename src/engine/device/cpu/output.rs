@@ -92,10 +92,10 @@ impl<'a, 'b> Head<'a, 'b> {
         let forward = &mut *self.forward;
         let weights = forward.weights;
         let batch = forward.batch;
-        let started = forward.trace.start();
         let rows: Vec<usize> =
             block.iter().map(|&(which, token)| batch.sequences[which].first_row + token).collect();
         let packed = forward.norm(weights.layers.len(), &weights.final_norm, Some(&rows))?;
+        let started = forward.trace.start();
         let head = weights.head();
         let (vocab, panels) = (head.rows, head.panels());
         let real = weights.spec().real_vocab_size.min(vocab);
@@ -123,7 +123,7 @@ impl<'a, 'b> Head<'a, 'b> {
                 }
             }
         });
-        forward.trace.products("head", started, std::iter::once(head), rows.len());
+        forward.trace.products("head", started, std::iter::once(head), &packed, vocab + panels);
 
         let started = forward.trace.start();
         self.buffers.samplers.resize_with(forward.pool.threads(), Sampler::default);

@@ -131,7 +131,9 @@ impl CpuSession {
             self.sampled.pop_front();
         }
         let end_s = self.clock.now();
-        Ok(StepOutput { sequences, start_s, end_s, device_s: end_s - start_s, kernels: trace.take() })
+        let (bytes, kernels) = trace.take();
+        let device_s = end_s - start_s;
+        Ok(StepOutput { sequences, start_s, end_s, device_s, moved_bytes: Some(bytes), kernels })
     }
 }
 

@@ -6,11 +6,27 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
 use super::nvrtc::{Compiled, Nvrtc};
+use crate::engine::device;
 use crate::{Error, Result};
+
+/// What this process has compiled so far.
+static TALLY: Mutex<device::Compiled> =
+    Mutex::new(device::Compiled { compiled: 0, cached: 0, compile_s: 0.0 });
+
+/// What this process has compiled so far, and found in the cache.
+pub fn tally() -> device::Compiled {
+    *TALLY.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn count(add: impl FnOnce(&mut device::Compiled)) {
+    add(&mut TALLY.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+}
 
 /// One source file compiled with one set of definitions.
 #[derive(Debug, Clone, Copy)]
@@ -79,10 +95,16 @@ pub fn cubin(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> Result<Vec<u8>> {
     if let Some(bytes) = path.as_ref().and_then(|path| fs::read(path).ok()) {
         // Every cubin is an ELF file; anything else is a damaged entry.
         if bytes.starts_with(b"\x7fELF") {
+            count(|tally| tally.cached += 1);
             return Ok(bytes);
         }
     }
+    let began = Instant::now();
     let compiled = compile(nvrtc, unit, target)?;
+    count(|tally| {
+        tally.compiled += 1;
+        tally.compile_s += began.elapsed().as_secs_f64();
+    });
     if let Some(path) = path {
         let partial = path.with_extension(format!("{}.partial", std::process::id()));
         let written = path

@@ -9,7 +9,6 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{c_int, c_void};
-use std::path::PathBuf;
 use std::ptr;
 
 use cudarc::cublaslt::sys as lt;
@@ -21,7 +20,7 @@ use super::libraries;
 use super::tuned::Tuned;
 use crate::{Error, Result};
 
-const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
+pub const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
 /// Scratch memory the library may use; 32 MB is what its own guide asks for on Hopper.
 const WORKSPACE_BYTES: u64 = 32 << 20;
 /// Algorithms timed for a shape; the library offers no more for most.
@@ -173,11 +172,6 @@ pub struct CublasLt {
 unsafe impl Send for CublasLt {}
 
 impl CublasLt {
-    /// Where the library would be loaded from; `None` when it is not installed.
-    pub fn find() -> Option<PathBuf> {
-        libraries::open(&NAMES).map(|(_, path)| path)
-    }
-
     /// `None` when the library is not installed.
     ///
     /// # Errors
@@ -234,13 +228,15 @@ impl CublasLt {
     /// # Safety
     /// `x` [rows, k], `w` [n, k] and `y` are valid device addresses until the work is done.
     pub unsafe fn product(&self, stream: &Stream, x: u64, w: u64, y: u64, shape: Shape) -> Result<()> {
-        let mut plans = self.plans.borrow_mut();
-        let plan = match plans.entry(shape) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(self.plan(shape)?),
-        };
-        // SAFETY: the caller's promise.
-        unsafe { self.multiply(stream, x, w, y, plan, &plan.algorithm, shape.sums)? };
+        if !stream.only_counts() {
+            let mut plans = self.plans.borrow_mut();
+            let plan = match plans.entry(shape) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(self.plan(shape)?),
+            };
+            // SAFETY: the caller's promise.
+            unsafe { self.multiply(stream, x, w, y, plan, &plan.algorithm, shape.sums)? };
+        }
         let (rows, n, k) = (shape.rows as u64, shape.n as u64, shape.k as u64);
         let passes = if shape.sums == Sums::Added { 2 } else { 1 };
         let bytes = 2 * (rows * k + n * k) + passes * rows * n * shape.sums.bytes() as u64;

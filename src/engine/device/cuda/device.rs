@@ -2,17 +2,19 @@
 
 use std::sync::Arc;
 
-use super::ceilings;
+use libloading::Library;
+
 use super::driver::Gpu;
 use super::kernels::delta::{Delta, WRITE_INTERVAL};
 use super::session::CudaSession;
 use super::weights::{self, GpuWeights};
+use super::{ceilings, compile, cublaslt, libraries, units};
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, EngineConfig};
 use crate::engine::device::{
-    CachePlan, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
+    CachePlan, Compiled, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
 };
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::weights::WeightSource;
@@ -22,6 +24,8 @@ pub struct CudaDevice {
     info: DeviceInfo,
     ceilings: Option<Ceilings>,
     portable: bool,
+    /// Held, so that sessions need not read it again.
+    _library: Option<Library>,
 }
 
 impl CudaDevice {
@@ -32,6 +36,11 @@ impl CudaDevice {
     pub fn new(ordinal: i32) -> Result<Self> {
         let gpu = Gpu::open(ordinal)?;
         let compiler = gpu.compiler()?;
+        let library = libraries::open(&cublaslt::NAMES);
+        let products = library.as_ref().map_or_else(
+            || "not found: products of prompts by the program's own kernels".to_string(),
+            |(_, path)| path.display().to_string(),
+        );
         let facts = gpu.facts();
         let rows = [
             ("compute capability", format!("{}.{}", facts.capability / 10, facts.capability % 10)),
@@ -39,6 +48,7 @@ impl CudaDevice {
             ("L2 bytes", facts.l2_bytes.to_string()),
             ("driver CUDA", format!("{}.{}", facts.driver.0, facts.driver.1)),
             ("NVRTC", compiler),
+            ("cuBLASLt", products),
             ("PCI bus id", facts.pci_bus_id.clone()),
         ];
         let info = DeviceInfo {
@@ -48,7 +58,8 @@ impl CudaDevice {
             memory_bytes: facts.memory_bytes,
             facts: rows.map(|(name, value)| (name.to_string(), value)).into(),
         };
-        Ok(Self { gpu, info, ceilings: None, portable: false })
+        let library = library.map(|(library, _)| library);
+        Ok(Self { gpu, info, ceilings: None, portable: false, _library: library })
     }
 
     /// Uses the portable kernels even where the GPU has better ones: for tests and for timing that path.
@@ -65,6 +76,14 @@ impl CudaDevice {
 impl Device for CudaDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn prepare(&mut self) -> Result<()> {
+        self.gpu.prepare(units::ALL)
+    }
+
+    fn compiled(&self) -> Option<Compiled> {
+        Some(compile::tally())
     }
 
     fn free_bytes(&self) -> u64 {
@@ -106,6 +125,7 @@ impl Device for CudaDevice {
         _options: &LoadOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn Model>> {
+        self.prepare()?;
         let weights = Arc::new(weights::load(&self.gpu, layout, source, progress)?);
         Ok(Box::new(CudaModel {
             gpu: self.gpu.clone(),

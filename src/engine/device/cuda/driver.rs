@@ -7,7 +7,8 @@
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::{result, sys};
 
@@ -96,19 +97,43 @@ fn driver() -> Result<(i32, i32)> {
             // SAFETY: writes one integer.
             let code = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
             check(code, || "asking the driver's version".to_string())?;
-            let pair = (version / 1000, version % 1000 / 10);
-            if version < MIN_DRIVER {
-                return Err(Error::invalid(
-                    format!(
-                        "the NVIDIA driver speaks CUDA {}.{}, and 12.0 or newer is needed",
-                        pair.0, pair.1
-                    ),
-                    "update the driver",
-                ));
-            }
-            Ok(pair)
+            new_enough(version)
         })
         .clone()
+}
+
+/// Major and minor of a driver's CUDA version, if it will do.
+fn new_enough(version: i32) -> Result<(i32, i32)> {
+    let pair = (version / 1000, version % 1000 / 10);
+    if version < MIN_DRIVER {
+        return Err(Error::invalid(
+            format!("the NVIDIA driver speaks CUDA {}.{}, and 12.0 or newer is needed", pair.0, pair.1),
+            "update the driver",
+        ));
+    }
+    Ok(pair)
+}
+
+/// GPU `ordinal` of those the driver shows, if it will do.
+fn usable(all: &[GpuFacts], ordinal: i32) -> Result<&GpuFacts> {
+    let Some(facts) = all.iter().find(|facts| facts.ordinal == ordinal) else {
+        return Err(Error::invalid(
+            format!("there is no GPU {ordinal}: the driver shows {}", all.len()),
+            "nvidia-smi lists the GPUs; CUDA_VISIBLE_DEVICES may hide some",
+        ));
+    };
+    if facts.capability < MIN_CAPABILITY {
+        return Err(Error::invalid(
+            format!(
+                "GPU {ordinal} ({}) has compute capability {}.{}, and 8.0 (Ampere) or newer is needed",
+                facts.name,
+                facts.capability / 10,
+                facts.capability % 10
+            ),
+            "use a newer GPU, or --device cpu",
+        ));
+    }
+    Ok(facts)
 }
 
 /// All GPUs the driver shows, usable or not.
@@ -170,7 +195,7 @@ unsafe impl Sync for Kernel {}
 
 struct Modules {
     loaded: HashMap<(&'static str, usize), sys::CUmodule>,
-    nvrtc: Option<Nvrtc>,
+    nvrtc: Option<Arc<Nvrtc>>,
 }
 
 // SAFETY: module handles and the compiler's library may be used from any thread; the mutex around this orders it.
@@ -195,6 +220,11 @@ impl Drop for Inner {
     }
 }
 
+/// Units with the same file and the same definitions are one module.
+fn module_key(unit: &Unit) -> (&'static str, usize) {
+    (unit.file, unit.defines.as_ptr() as usize)
+}
+
 /// One GPU: its primary context and the kernels loaded into it. Clones share it.
 #[derive(Clone)]
 pub struct Gpu {
@@ -213,24 +243,7 @@ impl Gpu {
     /// # Errors
     /// No driver, no such GPU, or one that is too old.
     pub fn open(ordinal: i32) -> Result<Self> {
-        let all = probe()?;
-        let Some(facts) = all.iter().find(|facts| facts.ordinal == ordinal).cloned() else {
-            return Err(Error::invalid(
-                format!("there is no GPU {ordinal}: the driver shows {}", all.len()),
-                "nvidia-smi lists the GPUs; CUDA_VISIBLE_DEVICES may hide some",
-            ));
-        };
-        if facts.capability < MIN_CAPABILITY {
-            return Err(Error::invalid(
-                format!(
-                    "GPU {ordinal} ({}) has compute capability {}.{}, and 8.0 (Ampere) or newer is needed",
-                    facts.name,
-                    facts.capability / 10,
-                    facts.capability % 10
-                ),
-                "use a newer GPU, or --device cpu",
-            ));
-        }
+        let facts = usable(&probe()?, ordinal)?.clone();
         let opening = |error| failure(error, || format!("opening GPU {ordinal}"));
         let device = result::device::get(ordinal).map_err(opening)?;
         // SAFETY: `device` is valid; the context is released once, in `Inner::drop`.
@@ -298,34 +311,77 @@ impl Gpu {
         }
     }
 
+    fn modules(&self) -> MutexGuard<'_, Modules> {
+        self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn nvrtc(&self) -> Result<Arc<Nvrtc>> {
+        let mut modules = self.modules();
+        if let Some(found) = &modules.nvrtc {
+            return Ok(found.clone());
+        }
+        let found = Arc::new(Nvrtc::find(Some(self.inner.facts.driver))?);
+        modules.nvrtc = Some(found.clone());
+        Ok(found)
+    }
+
     fn module(&self, unit: &Unit) -> Result<sys::CUmodule> {
-        let mut modules = self.inner.modules.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let key = (unit.file, unit.defines.as_ptr() as usize);
-        if let Some(&module) = modules.loaded.get(&key) {
+        if let Some(&module) = self.modules().loaded.get(&module_key(unit)) {
             return Ok(module);
         }
-        if modules.nvrtc.is_none() {
-            modules.nvrtc = Some(Nvrtc::find(Some(self.inner.facts.driver))?);
-        }
-        let Some(nvrtc) = &modules.nvrtc else { return Err(Error::failed("NVRTC went missing", "")) };
-        let cubin = compile::cubin(nvrtc, unit, &compile::target(self.inner.facts.capability))?;
+        let nvrtc = self.nvrtc()?;
+        let cubin = compile::cubin(&nvrtc, unit, &compile::target(self.inner.facts.capability))?;
+        self.load_module(unit, &cubin)
+    }
+
+    fn load_module(&self, unit: &Unit, cubin: &[u8]) -> Result<sys::CUmodule> {
         self.bind()?;
         // SAFETY: `cubin` is a whole ELF image and the driver copies it.
         let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
             .map_err(|error| failure(error, || format!("loading {}", unit.file)))?;
-        modules.loaded.insert(key, module);
+        self.modules().loaded.insert(module_key(unit), module);
         Ok(module)
     }
 
-    /// Path and version of the compiler in use, once something was compiled or looked up.
-    pub fn compiler(&self) -> Result<String> {
-        let mut modules = self.inner.modules.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if modules.nvrtc.is_none() {
-            modules.nvrtc = Some(Nvrtc::find(Some(self.inner.facts.driver))?);
+    /// Compiles (or reads from the cache) and loads all of `units` that this GPU can run, side by side: the compiler takes
+    /// a second or more for each.
+    ///
+    /// # Errors
+    /// One that does not compile.
+    pub fn prepare(&self, units: &[&Unit]) -> Result<()> {
+        let (nvrtc, target) = (self.nvrtc()?, compile::target(self.inner.facts.capability));
+        let loaded = |unit: &Unit| self.modules().loaded.contains_key(&module_key(unit));
+        let wanted: Vec<&Unit> = units
+            .iter()
+            .copied()
+            .filter(|unit| unit.supports(self.inner.facts.capability) && !loaded(unit))
+            .collect();
+        let cubins: Vec<OnceLock<Result<Vec<u8>>>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let next = AtomicUsize::new(0);
+        let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get()).min(wanted.len());
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    loop {
+                        let at = next.fetch_add(1, Ordering::Relaxed);
+                        let Some(unit) = wanted.get(at) else { break };
+                        cubins[at].get_or_init(|| compile::cubin(&nvrtc, unit, &target));
+                    }
+                });
+            }
+        });
+        for (unit, cubin) in wanted.iter().zip(cubins) {
+            if let Some(cubin) = cubin.into_inner() {
+                self.load_module(unit, &cubin?)?;
+            }
         }
-        let found = modules.nvrtc.as_ref();
-        Ok(found
-            .map_or_else(String::new, |n| format!("{}.{} ({})", n.version.0, n.version.1, n.path.display())))
+        Ok(())
+    }
+
+    /// Path and version of the compiler in use.
+    pub fn compiler(&self) -> Result<String> {
+        let nvrtc = self.nvrtc()?;
+        Ok(format!("{}.{} ({})", nvrtc.version.0, nvrtc.version.1, nvrtc.path.display()))
     }
 
     /// Uninitialised memory.
@@ -550,5 +606,38 @@ impl Drop for Event {
             // SAFETY: created in `new` and destroyed only here.
             let _ = unsafe { result::event::destroy(self.raw) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(ordinal: i32, capability: i32) -> GpuFacts {
+        GpuFacts {
+            ordinal,
+            name: "Tesla T4".into(),
+            capability,
+            multiprocessors: 40,
+            memory_bytes: 16 << 30,
+            l2_bytes: 4 << 20,
+            shared_bytes: 64 << 10,
+            driver: (12, 4),
+            pci_bus_id: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_driver_or_a_gpu_that_is_too_old_is_one_sentence_with_a_hint() {
+        assert_eq!(new_enough(12040).unwrap(), (12, 4));
+        let old = new_enough(11080).unwrap_err();
+        assert_eq!(old.to_string(), "the NVIDIA driver speaks CUDA 11.8, and 12.0 or newer is needed");
+        let all = [gpu(0, 90), gpu(1, 75)];
+        assert_eq!(usable(&all, 0).unwrap().capability, 90);
+        let turing = usable(&all, 1).unwrap_err();
+        assert!(turing.to_string().contains("(Tesla T4) has compute capability 7.5"), "{turing}");
+        let absent = usable(&all, 2).unwrap_err();
+        assert!(absent.to_string().contains("there is no GPU 2: the driver shows 2"), "{absent}");
+        assert!([&old, &turing, &absent].iter().all(|e| e.exit_code() == 2 && !e.hint().is_empty()));
     }
 }

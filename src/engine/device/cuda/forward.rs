@@ -285,6 +285,7 @@ impl Forward {
         let weights = &self.weights;
         let (residual, normed) = (buffers.residual.pointer(), buffers.normed.pointer());
         let first_norm = weights.layers.first().map_or(&weights.final_norm, |layer| &layer.input_norm);
+        stream.set_role("embed");
         // SAFETY: buffers hold `limits.rows` rows; the rest is the caller's promise, here and in what follows.
         unsafe {
             self.norms.embed(
@@ -321,17 +322,22 @@ impl Forward {
                         ));
                     }
                 }
-                let output = match &layer.mixer {
-                    MixerWeights::Delta(delta) => &delta.output,
-                    MixerWeights::Attention(attention) => &attention.output,
+                let (role, output) = match &layer.mixer {
+                    MixerWeights::Delta(delta) => ("delta_out", &delta.output),
+                    MixerWeights::Attention(attention) => ("attention_out", &attention.output),
                 };
+                stream.set_role(role);
                 let addend = self.residual_product(stream, buffers.mixer.pointer(), rows, output)?;
+                stream.set_role("norm");
                 self.norms.add(stream, rows, residual, addend, layer.post_norm.pointer(), None, normed)?;
+                stream.set_role("mlp_in");
                 let activation =
                     Output::SiluMul { to: buffers.activation.pointer(), stride: self.spec.intermediate_size };
                 self.linear.launch(stream, normed, rows, &layer.gate_up, activation)?;
+                stream.set_role("mlp_out");
                 let addend =
                     self.residual_product(stream, buffers.activation.pointer(), rows, &layer.down)?;
+                stream.set_role("norm");
                 match weights.layers.get(index + 1) {
                     Some(next) => {
                         self.norms.add(
@@ -398,11 +404,14 @@ impl Forward {
         let sequences = view.at(view.offsets.sequences);
         // SAFETY: as `run`; starts in the sequences are rows of the whole batch.
         unsafe {
+            stream.set_role("delta_net");
             if let Some(first) = batch.settle_from {
                 let from = sequences + (first * size_of::<DeltaSequence>()) as u64;
                 delta.settle(stream, pools, (from, batch.sequences.len() - first))?;
             }
+            stream.set_role("delta_in");
             self.input_product(stream, batch.rows.len(), &weights.input, self.mixed_pitch)?;
+            stream.set_role("delta_net");
             let Some(chunks) = &self.delta_chunks else {
                 let group = (sequences, batch.sequences.len());
                 let tokens = (batch.rows.len(), batch.longest_short.max(batch.longest_chunk));
@@ -451,7 +460,9 @@ impl Forward {
         let by_rows = if self.chunks.is_some() { batch.short_rows } else { rows };
         // SAFETY: as `run`; chunk rows begin after the short ones.
         unsafe {
+            stream.set_role("attention_in");
             self.input_product(stream, rows, &weights.input, self.qkv_pitch)?;
+            stream.set_role("attention");
             let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
             attention.prepare(stream, rows, qkv, norms, query, cache, step)?;
             if by_rows > 0 {
@@ -528,6 +539,7 @@ impl Forward {
             // SAFETY: as `run`, with room for `limits.outputs` rows.
             unsafe {
                 self.head(stream, view, addend, 0, sampled)?;
+                stream.set_role("sample");
                 if batch.draws {
                     self.samplers.sample(stream, sampled, logits, view.at(view.offsets.samples), sink)?;
                 } else {
@@ -543,6 +555,7 @@ impl Forward {
                 let count = (end - first).min(self.limits.outputs);
                 // SAFETY: as `run`, with room for `limits.outputs` rows.
                 unsafe { self.head(stream, view, addend, first, count)? };
+                stream.set_role("sample");
                 on_logits(stream, first, count, buffers.logits.pointer())?;
                 first += count;
             }
@@ -567,6 +580,7 @@ impl Forward {
         let normed = buffers.normed.pointer();
         // SAFETY: `select` names rows of the batch; `normed` and `logits` hold `limits.outputs` rows.
         unsafe {
+            stream.set_role("norm");
             self.norms.add(
                 stream,
                 count,
@@ -576,6 +590,7 @@ impl Forward {
                 Some(select),
                 normed,
             )?;
+            stream.set_role("head");
             let output = Output::Float { to: buffers.logits.pointer(), stride: self.spec.vocab_size };
             self.linear.launch(stream, normed, count, weights.head(), output)?;
         }

@@ -102,13 +102,28 @@ impl Launch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launched {
     pub name: &'static str,
+    /// What it is for: [`Stream::set_role`].
+    pub role: &'static str,
     pub cost: LaunchCost,
+    /// A call of a library: one kernel or more, of unknown names.
+    pub library: bool,
 }
 
-/// Launches seen since recording began, and with `timed` an event before the first and after each.
+/// What is done with launches besides noting them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Record {
+    /// They run.
+    Run,
+    /// They run one after the other, with an event before the first and after each.
+    Time,
+    /// Nothing: they are only counted.
+    Count,
+}
+
+/// Launches seen since recording began, and their events.
 struct Recording {
     launches: Vec<Launched>,
-    timed: bool,
+    how: Record,
     events: Vec<Event>,
 }
 
@@ -118,6 +133,7 @@ pub struct Stream {
     raw: sys::CUstream,
     /// Overlapped launches are allowed at all (off for timing kernel by kernel).
     overlap: Cell<bool>,
+    role: Cell<&'static str>,
     recording: RefCell<Option<Recording>>,
 }
 
@@ -129,7 +145,13 @@ impl Stream {
         gpu.bind()?;
         let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(|error| failure(error, || "creating a stream".to_string()))?;
-        Ok(Self { gpu: gpu.clone(), raw, overlap: Cell::new(true), recording: RefCell::new(None) })
+        Ok(Self {
+            gpu: gpu.clone(),
+            raw,
+            overlap: Cell::new(true),
+            role: Cell::new(""),
+            recording: RefCell::new(None),
+        })
     }
 
     /// The driver's handle, for libraries that queue work of their own.
@@ -137,9 +159,19 @@ impl Stream {
         self.raw
     }
 
+    /// What the launches from here on are for, as traces name it.
+    pub fn set_role(&self, role: &'static str) {
+        self.role.set(role);
+    }
+
+    /// Launches are only counted now: a library is not to queue anything.
+    pub fn only_counts(&self) -> bool {
+        self.recording.borrow().as_ref().is_some_and(|recording| recording.how == Record::Count)
+    }
+
     /// Notes work that a library queued, as `launch` does for a kernel.
     pub fn note_library(&self, name: &'static str, cost: LaunchCost) -> Result<()> {
-        self.note(Launched { name, cost })
+        self.note(name, cost, true)
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -152,6 +184,9 @@ impl Stream {
     /// `args` match the kernel's parameters in number, size and order, and every pointer among them is valid for what the
     /// kernel does until that work is done.
     pub unsafe fn launch(&self, kernel: &Kernel, launch: Launch, args: &[Arg]) -> Result<()> {
+        if self.only_counts() {
+            return self.note(kernel.name, launch.cost, false);
+        }
         let mut words = [0u64; 32];
         let mut pointers = [std::ptr::null_mut::<c_void>(); 32];
         assert!(args.len() <= words.len(), "{}: more arguments than a launch holds", kernel.name);
@@ -203,14 +238,14 @@ impl Stream {
                 kernel.name, launch.grid, launch.threads, launch.shared_bytes
             )
         })?;
-        self.note(Launched { name: kernel.name, cost: launch.cost })
+        self.note(kernel.name, launch.cost, false)
     }
 
-    fn note(&self, launched: Launched) -> Result<()> {
+    fn note(&self, name: &'static str, cost: LaunchCost, library: bool) -> Result<()> {
         let mut recording = self.recording.borrow_mut();
         let Some(recording) = recording.as_mut() else { return Ok(()) };
-        recording.launches.push(launched);
-        if recording.timed {
+        recording.launches.push(Launched { name, role: self.role.get(), cost, library });
+        if recording.how == Record::Time {
             let event = Event::new(&self.gpu)?;
             self.record(&event)?;
             recording.events.push(event);
@@ -218,17 +253,25 @@ impl Stream {
         Ok(())
     }
 
-    /// Begins to note launches; with `timed`, also times each by events, and launches stop overlapping meanwhile.
-    pub fn start_recording(&self, timed: bool) -> Result<()> {
+    /// Begins to note launches; timed ones do not overlap meanwhile.
+    pub fn start_recording(&self, how: Record) -> Result<()> {
         let mut events = Vec::new();
-        if timed {
+        if how == Record::Time {
             let event = Event::new(&self.gpu)?;
             self.record(&event)?;
             events.push(event);
             self.overlap.set(false);
         }
-        *self.recording.borrow_mut() = Some(Recording { launches: Vec::new(), timed, events });
+        *self.recording.borrow_mut() = Some(Recording { launches: Vec::new(), how, events });
         Ok(())
+    }
+
+    /// The launches that `body` would make.
+    pub fn count(&self, body: impl FnOnce() -> Result<()>) -> Result<Vec<Launched>> {
+        self.start_recording(Record::Count)?;
+        let done = body();
+        let (launches, _) = self.stop_recording();
+        done.map(|()| launches)
     }
 
     /// Ends the recording: the launches, and when it was timed one event more than there are launches.
@@ -319,7 +362,7 @@ impl Stream {
         check(unsafe { result::stream::begin_capture(self.raw, mode) }, || {
             "beginning a capture".to_string()
         })?;
-        self.start_recording(false)?;
+        self.start_recording(Record::Run)?;
         let done = body();
         let (launches, _) = self.stop_recording();
         // SAFETY: begun above.

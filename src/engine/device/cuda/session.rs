@@ -14,12 +14,15 @@ use super::batch::{Batch, Offsets, Wanted, graph_size};
 use super::driver::{DeviceBuffer, Event, Gpu, PinnedBuffer};
 use super::forward::{Forward, Limits, StepView};
 use super::kernels::sample::{Logits, NOT_FINITE};
-use super::launch::{Graph, Launched, Stream};
+use super::launch::{Graph, Launched, Record, Stream};
 use super::prefill_attention::Tiles;
+use super::trace::{self, Timing};
 use super::weights::GpuWeights;
 use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
-use crate::engine::device::{CachePlan, KernelRecord, SequenceOutput, Session, Step, StepOutput, Ticket};
+use crate::engine::device::{
+    CachePlan, KernelRecord, SequenceOutput, Session, Step, StepOutput, Ticket, TraceEnd,
+};
 use crate::engine::model::spec::ModelSpec;
 use crate::{Error, Result};
 
@@ -40,15 +43,32 @@ struct InFlight {
     /// Rows of logits and log probabilities on their way to the host.
     logits: Option<PinnedBuffer>,
     log_probs: Option<PinnedBuffer>,
+    moved_bytes: u64,
+    /// Launches and their events, when each was timed by them.
     launches: Vec<Launched>,
     events: Vec<Event>,
+}
+
+/// A decode step of one batch size, and the bytes that its launches declare: those at some length of the contexts, and
+/// those of each token that a context is longer.
+struct Captured {
+    graph: Graph,
+    bytes: u64,
+    context: u64,
+    token_bytes: u64,
+}
+
+impl Captured {
+    fn moved_bytes(&self, context: u64) -> u64 {
+        (self.bytes + context * self.token_bytes).saturating_sub(self.context * self.token_bytes)
+    }
 }
 
 pub struct CudaSession {
     gpu: Gpu,
     stream: Stream,
     forward: Forward,
-    graphs: HashMap<(usize, bool), Graph>,
+    graphs: HashMap<(usize, bool), Captured>,
     slots: Vec<Slot>,
     metadata: DeviceBuffer,
     /// Sampled tokens, [RING][rows], on the device and on the host.
@@ -68,6 +88,8 @@ pub struct CudaSession {
     real_vocab_size: usize,
     max_num_seqs: usize,
     use_graphs: bool,
+    /// Set while a traced pass runs, and after one that has to be run again.
+    timing: Option<Timing>,
 }
 
 impl CudaSession {
@@ -115,6 +137,7 @@ impl CudaSession {
             real_vocab_size: spec.real_vocab_size,
             max_num_seqs: plan.max_num_seqs,
             use_graphs: config.cuda_graphs,
+            timing: None,
         })
     }
 
@@ -182,11 +205,15 @@ impl Session for CudaSession {
         if self.in_flight.len() >= RING - 1 {
             return Err(Error::failed(format!("more than {} steps in flight", RING - 1), ""));
         }
+        if step.trace && self.timing.is_none() {
+            self.start_trace()?;
+        }
+        let by_events = step.trace && matches!(self.timing, Some(Timing::Events { .. }));
         let ticket = self.next_ticket;
         let turn = ticket as usize % RING;
         let mut batch = self.layout(step)?;
         let draws = batch.draws;
-        let graph = if self.use_graphs && !step.trace && batch.is_plain_decode() {
+        let graph = if self.use_graphs && !by_events && batch.is_plain_decode() {
             let size = graph_size(batch.rows.len(), self.max_num_seqs);
             batch.pad(size);
             Some((size, draws))
@@ -223,6 +250,7 @@ impl Session for CudaSession {
             wanted,
             logits: None,
             log_probs: None,
+            moved_bytes: 0,
             launches: Vec::new(),
             events: Vec::new(),
         };
@@ -230,21 +258,33 @@ impl Session for CudaSession {
             let captured = self.capture(&batch, &tiles, offsets)?;
             self.graphs.insert(key, captured);
         }
+        let counted =
+            if step.trace && graph.is_some() { Some(self.count(&batch, &tiles, offsets)?) } else { None };
         self.stream.record(&self.slots[turn].start)?;
         // SAFETY: the slot's bytes are not written before the step was waited for; `metadata` is as long as the slot.
         unsafe { self.stream.copy_in(self.metadata.pointer(), &self.slots[turn].metadata, 0, bytes)? };
-        match graph.and_then(|key| self.graphs.get(&key)) {
-            Some(graph) => self.stream.launch_graph(graph)?,
-            None => {
-                if step.trace {
-                    self.stream.start_recording(true)?;
-                }
-                let done = self.run(&batch, &tiles, offsets, &mut in_flight);
-                (in_flight.launches, in_flight.events) = self.stream.stop_recording();
-                done?;
+        let launches = match graph.and_then(|key| self.graphs.get(&key)) {
+            Some(captured) => {
+                self.stream.launch_graph(&captured.graph)?;
+                in_flight.moved_bytes = captured.moved_bytes(batch.short_context);
+                counted.unwrap_or_default()
             }
-        }
+            None => {
+                self.stream.start_recording(if by_events { Record::Time } else { Record::Run })?;
+                let done = self.run(&batch, &tiles, offsets, &mut in_flight);
+                let (launches, events) = self.stream.stop_recording();
+                in_flight.events = events;
+                done?;
+                in_flight.moved_bytes = moved_bytes(&launches);
+                launches
+            }
+        };
         self.stream.record(&self.slots[turn].end)?;
+        match &mut self.timing {
+            Some(Timing::Cupti { steps, .. }) if step.trace => steps.push((Ticket(ticket), launches)),
+            Some(Timing::Events { .. }) if step.trace => in_flight.launches = launches,
+            _ => {}
+        }
         self.in_flight.push_back(in_flight);
         self.next_ticket += 1;
         Ok(Ticket(ticket))
@@ -274,7 +314,7 @@ impl Session for CudaSession {
         for (launched, pair) in step.launches.iter().zip(step.events.windows(2)) {
             let at = pair[0].seconds_since(&slot.start)?;
             kernels.push(KernelRecord {
-                name: launched.name.to_string(),
+                name: trace::name(launched),
                 start_s: start_s + at,
                 end_s: start_s + at + pair[1].seconds_since(&pair[0])?,
                 bytes: launched.cost.bytes,
@@ -282,13 +322,47 @@ impl Session for CudaSession {
             });
         }
         let sequences = self.read_outputs(&step, turn)?;
-        Ok(StepOutput { sequences, start_s, end_s, device_s, kernels })
+        let moved_bytes = Some(step.moved_bytes);
+        Ok(StepOutput { sequences, start_s, end_s, device_s, moved_bytes, kernels })
+    }
+
+    fn finish_trace(&mut self) -> Result<TraceEnd> {
+        let Some(timing) = self.timing.take() else { return Ok(TraceEnd::default()) };
+        self.gpu.bind()?;
+        self.stream.synchronize()?;
+        let (end, next) = timing.finish(&self.clock);
+        self.timing = next;
+        Ok(end)
     }
 }
 
 impl CudaSession {
+    /// Kernels of the steps from here on are to be timed.
+    fn start_trace(&mut self) -> Result<()> {
+        // No kernel of an earlier step is to be among them.
+        self.stream.synchronize()?;
+        self.timing = Some(Timing::start(self.gpu.facts().driver));
+        Ok(())
+    }
+
     /// Records a padded decode step.
-    fn capture(&self, batch: &Batch, tiles: &Tiles, offsets: Offsets) -> Result<Graph> {
+    fn capture(&self, batch: &Batch, tiles: &Tiles, offsets: Offsets) -> Result<Captured> {
+        let graph = self.stream.capture(|| self.plain(batch, tiles, offsets))?;
+        // The only launches whose bytes depend on more than the batch size are those over the contexts.
+        const LONGER: u64 = 1 << 10;
+        let longer = Batch { short_context: batch.short_context + LONGER, ..batch.clone() };
+        let bytes = moved_bytes(&graph.launches);
+        let token_bytes = (moved_bytes(&self.count(&longer, tiles, offsets)?) - bytes) / LONGER;
+        Ok(Captured { graph, bytes, context: batch.short_context, token_bytes })
+    }
+
+    /// The launches of a decode step, with their costs.
+    fn count(&self, batch: &Batch, tiles: &Tiles, offsets: Offsets) -> Result<Vec<Launched>> {
+        self.stream.count(|| self.plain(batch, tiles, offsets))
+    }
+
+    /// Queues, records or counts a plain decode step.
+    fn plain(&self, batch: &Batch, tiles: &Tiles, offsets: Offsets) -> Result<()> {
         let view = StepView {
             batch,
             offsets,
@@ -298,7 +372,7 @@ impl CudaSession {
             host: self.tokens.pointer(),
         };
         // SAFETY: as in `run`; a plain decode step has no logits to hand out, and nothing it points to moves.
-        self.stream.capture(|| unsafe { self.forward.run(&self.stream, &view, &mut |_, _, _, _| Ok(())) })
+        unsafe { self.forward.run(&self.stream, &view, &mut |_, _, _, _| Ok(())) }
     }
 
     fn read_outputs(&self, step: &InFlight, turn: usize) -> Result<Vec<SequenceOutput>> {
@@ -353,6 +427,10 @@ impl Drop for CudaSession {
             let _ = self.stream.synchronize();
         }
     }
+}
+
+fn moved_bytes(launches: &[Launched]) -> u64 {
+    launches.iter().map(|launched| launched.cost.bytes).sum()
 }
 
 fn not_finite() -> Error {

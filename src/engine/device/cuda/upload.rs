@@ -1,5 +1,6 @@
-//! Weights into the GPU's memory: noise is made there, files stream through two page-locked buffers and are turned into
-//! fp16 on the way. Nothing but the destination and two staging buffers is allocated.
+//! Weights into the GPU's memory: noise is made there, files stream through page-locked buffers and are turned into fp16 on
+//! the way. While one buffer crosses the bus the next is filled, by several threads, since one alone is slower than PCIe;
+//! nothing waits for a tensor to arrive. Nothing but the destination and the staging buffers is allocated.
 //!
 //! Rows may be placed apart ([`Place`]): modules that read the same input share one matrix, and gate and up rows take
 //! turns in theirs.
@@ -32,8 +33,14 @@ impl Place {
     }
 }
 
-/// Bytes of each of the two staging buffers.
+/// Bytes of a staging buffer, and how many there are: one on its way, one waiting, one being filled.
 const STAGE_BYTES: usize = 32 << 20;
+const STAGES: usize = 3;
+/// Threads that fill a buffer, and bytes from which another one pays.
+const MAX_COPY_THREADS: usize = 8;
+const COPY_BYTES: usize = 1 << 20;
+/// Tensors whose faults are counted before they are looked at.
+const FAULT_SLOTS: usize = 1024;
 
 struct Stage {
     host: PinnedBuffer,
@@ -47,9 +54,12 @@ pub struct Uploader {
     stream: Stream,
     fill: Kernel,
     convert: Kernel,
+    /// A count for each of the tensors in `checked`, which are named with their elements.
     faults: DeviceBuffer,
+    checked: Vec<(String, usize)>,
     stages: Vec<Stage>,
     turn: usize,
+    copy_threads: usize,
 }
 
 impl Uploader {
@@ -59,9 +69,12 @@ impl Uploader {
             stream: Stream::new(gpu)?,
             fill: gpu.kernel(&units::WEIGHTS, "weights_synthetic")?,
             convert: gpu.kernel(&units::WEIGHTS, "weights_convert")?,
-            faults: gpu.allocate_zeroed(16)?,
+            faults: gpu.allocate_zeroed(4 * FAULT_SLOTS as u64)?,
+            checked: Vec::new(),
             stages: Vec::new(),
             turn: 0,
+            copy_threads: std::thread::available_parallelism()
+                .map_or(1, |cores| cores.get().min(MAX_COPY_THREADS)),
         })
     }
 
@@ -74,10 +87,12 @@ impl Uploader {
         &self.stream
     }
 
-    /// Writes a [rows, cols] matrix of 16- or 32-bit elements as fp16 into `to`, an fp16 matrix of the same width.
+    /// Writes a [rows, cols] matrix of 16- or 32-bit elements as fp16 into `to`, an fp16 matrix of the same width. The data
+    /// has been read when it returns; `to` lives until [`Self::finish`], which also says what was wrong with the elements.
     ///
     /// # Errors
-    /// Elements that are not finite or do not fit fp16, naming the module; 4-bit data, which has its own loader.
+    /// Of this module or an earlier one: elements that are not finite or do not fit fp16, naming it. 4-bit data, which has its
+    /// own loader.
     pub fn half(
         &mut self,
         name: &str,
@@ -176,15 +191,20 @@ impl Uploader {
             ));
         }
         self.prepare_stages()?;
+        if self.checked.len() == FAULT_SLOTS {
+            self.check_faults()?;
+        }
+        let faults = self.faults.at(4 * self.checked.len() as u64);
+        self.checked.push((name.to_string(), rows * cols));
         let mut first = 0u64;
         for piece in bytes.chunks(STAGE_BYTES) {
             let count = (piece.len() / size) as u64;
             let stage = &mut self.stages[self.turn];
-            self.turn = 1 - self.turn;
+            self.turn = (self.turn + 1) % STAGES;
             stage.free.synchronize()?;
             // SAFETY: the copy that read this buffer is done: its event was waited for.
             let host = unsafe { stage.host.slice_mut() };
-            host[..piece.len()].copy_from_slice(piece);
+            copy(&mut host[..piece.len()], piece, self.copy_threads);
             let place = [place.block, place.spread, place.first];
             let args = [
                 (&stage.device).into(),
@@ -194,7 +214,7 @@ impl Uploader {
                 count.into(),
                 (cols as u32).into(),
                 Arg::Struct(bytes_of(&place)),
-                (&self.faults).into(),
+                faults.into(),
             ];
             let launch = Launch::new(count.div_ceil(256) as u32, 256).cost(count * (size as u64 + 2), 0);
             // SAFETY: the staging buffers hold STAGE_BYTES and are not touched before `free` has passed; the kernel's
@@ -206,19 +226,30 @@ impl Uploader {
             self.stream.record(&stage.free)?;
             first += count;
         }
-        // Per tensor, so that the message can name it; the wait costs the overlap of one tensor's tail.
-        let faults = self.take_faults()?;
-        if faults > 0 {
-            return Err(Error::invalid(
-                format!("{name}: {faults} of {} elements are not finite or do not fit fp16", rows * cols),
-                "the checkpoint is damaged or needs bf16; try --device cpu",
-            ));
+        Ok(())
+    }
+
+    /// Waits for the tensors so far and looks at their counts.
+    fn check_faults(&mut self) -> Result<()> {
+        self.stream.synchronize()?;
+        if self.checked.is_empty() {
+            return Ok(());
+        }
+        let counts = self.faults.read::<u32>(0, self.checked.len())?;
+        self.faults.write(0, &vec![0u32; counts.len()])?;
+        for ((name, elements), faults) in self.checked.drain(..).zip(counts) {
+            if faults > 0 {
+                return Err(Error::invalid(
+                    format!("{name}: {faults} of {elements} elements are not finite or do not fit fp16"),
+                    "the checkpoint is damaged or needs bf16; try --device cpu",
+                ));
+            }
         }
         Ok(())
     }
 
     fn prepare_stages(&mut self) -> Result<()> {
-        while self.stages.len() < 2 {
+        while self.stages.len() < STAGES {
             let free = Event::new(&self.gpu)?;
             self.stream.record(&free)?;
             let host = self.gpu.allocate_pinned(STAGE_BYTES)?;
@@ -228,17 +259,51 @@ impl Uploader {
         Ok(())
     }
 
-    fn take_faults(&self) -> Result<u32> {
-        self.stream.synchronize()?;
-        let faults = self.faults.read::<u32>(0, 1)?[0];
-        if faults > 0 {
-            self.faults.write(0, &[0u32])?;
-        }
-        Ok(faults)
-    }
-
     /// Waits until all uploads are done.
-    pub fn finish(&self) -> Result<()> {
-        self.stream.synchronize()
+    ///
+    /// # Errors
+    /// Elements that are not finite or do not fit fp16, naming their module.
+    pub fn finish(&mut self) -> Result<()> {
+        self.check_faults()
+    }
+}
+
+impl Drop for Uploader {
+    fn drop(&mut self) {
+        // After an error, copies may still be under way from buffers that are about to go.
+        if self.gpu.bind().is_ok() {
+            let _ = self.stream.synchronize();
+        }
+    }
+}
+
+/// Copies by several threads where there is enough to copy.
+fn copy(to: &mut [u8], from: &[u8], threads: usize) {
+    let threads = threads.min(from.len() / COPY_BYTES).max(1);
+    let each = from.len().div_ceil(threads).max(1);
+    std::thread::scope(|scope| {
+        let mut pairs = to.chunks_mut(each).zip(from.chunks(each));
+        let own = pairs.next();
+        for (to, from) in pairs {
+            scope.spawn(|| to.copy_from_slice(from));
+        }
+        if let Some((to, from)) = own {
+            to.copy_from_slice(from);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_by_any_number_of_threads_are_whole() {
+        for (bytes, threads) in [(0, 4), (5, 8), (COPY_BYTES * 3 + 17, 2), (COPY_BYTES * 9 + 1, 8)] {
+            let from: Vec<u8> = (0..bytes).map(|at| (at * 31 % 251) as u8).collect();
+            let mut to = vec![0; bytes];
+            copy(&mut to, &from, threads);
+            assert!(to == from, "{bytes} bytes by {threads} threads");
+        }
     }
 }

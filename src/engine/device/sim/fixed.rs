@@ -164,7 +164,14 @@ impl Session for FixedSession {
         self.last_end_s = end_s;
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        let output = StepOutput { sequences, start_s, end_s, device_s: self.step_s, kernels: Vec::new() };
+        let output = StepOutput {
+            sequences,
+            start_s,
+            end_s,
+            device_s: self.step_s,
+            moved_bytes: None,
+            kernels: Vec::new(),
+        };
         self.queue.push_back((ticket, output));
         Ok(ticket)
     }

@@ -168,7 +168,10 @@ impl Session for SimSession {
         };
         let ticket = Ticket(self.tickets);
         self.tickets += 1;
-        self.in_flight.push_back((ticket, StepOutput { sequences, start_s, end_s, device_s, kernels }));
+        self.in_flight.push_back((
+            ticket,
+            StepOutput { sequences, start_s, end_s, device_s, moved_bytes: None, kernels },
+        ));
         Ok(ticket)
     }
 

@@ -252,6 +252,17 @@ pub struct Packed {
     math: CpuMath,
 }
 
+impl Packed {
+    /// Bytes of all rows.
+    pub fn bytes(&self) -> usize {
+        let element = match self.math {
+            CpuMath::F32 => 4,
+            CpuMath::Bf16 => 2,
+        };
+        self.tiling.rows * self.padded * element
+    }
+}
+
 impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
     pub fn shape(&mut self, isa: Isa, math: CpuMath, rows: usize, cols: usize) -> Result<Packed> {
