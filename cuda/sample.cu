@@ -45,7 +45,7 @@ DEVICE u64 block_max(u64 key, u64 *scratch) {
 }
 
 // Best of a stretch of logits (begin a multiple of 4); not finite ones make the key all ones. A thread meets ids in
-// ascending order, so of equal logits the first stays.
+// ascending order, so of equal logits the first stays. Rows of a vocabulary that is no multiple of four may lie anywhere.
 DEVICE u64 best_of(const float *logits, int begin, int end) {
     float best = __uint_as_float(0xff800000u); // -infinity
     u32 best_id = 0, magnitude = 0;
@@ -53,10 +53,12 @@ DEVICE u64 best_of(const float *logits, int begin, int end) {
         magnitude = max(magnitude, __float_as_uint(value) & 0x7fffffffu);
         if (value > best) best = value, best_id = id;
     };
+    bool aligned = ((u64)logits & 15) == 0;
     int at = begin + 4 * threadIdx.x;
 #pragma unroll 4
     for (; at + 4 <= end; at += 4 * blockDim.x) {
-        float4 x = *(const float4 *)(logits + at);
+        float4 x = aligned ? *(const float4 *)(logits + at)
+                           : make_float4(logits[at], logits[at + 1], logits[at + 2], logits[at + 3]);
         take(x.x, at), take(x.y, at + 1), take(x.z, at + 2), take(x.w, at + 3);
     }
     for (int id = at; id < end && id < at + 4; id++) take(logits[id], id);

@@ -167,7 +167,9 @@ impl<'a> Planner<'a> {
     /// A slot of the state pool: the state, and room for the tokens that it is behind.
     fn state_bytes(&self) -> u64 {
         let kept = match self.config.state_write_interval {
-            Some(interval) if interval > 1 => interval + self.shape.drafts,
+            // (Drafting devices have room for the eight tokens that a step may run one by one.)
+            Some(interval) if self.shape.drafts > 0 => (interval + self.shape.drafts).max(8),
+            Some(interval) if interval > 1 => interval,
             _ => 0,
         };
         self.shape.state_bytes() + kept as u64 * pending_token_bytes(&self.layout.spec)

@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::delta_prefill::{Piece, Work};
 use super::driver::plain::Plain;
 use super::kernels::attention::AttentionRow;
-use super::kernels::delta::{DeltaSequence, MOST_PENDING};
+use super::kernels::delta::DeltaSequence;
 use super::kernels::sample::SampleRow;
 use super::launch::bytes_of;
 use super::prefill_attention::Chunk;
@@ -120,6 +120,11 @@ pub enum Wanted {
     Nothing,
     /// The output row that its token is sampled from.
     Token(usize),
+    /// The output row of the token after the input, one for each draft behind it, and the drafts.
+    Drafted {
+        first: usize,
+        drafts: Vec<u32>,
+    },
     /// Rows of the step's logits.
     Logits(Range<usize>),
     /// Rows of the step's log probabilities.
@@ -169,8 +174,9 @@ impl Batch {
             let sequence = &step.sequences[index];
             sequence.input.tokens() + sequence.drafts.len()
         };
-        let (short, chunks): (Vec<_>, Vec<_>) =
-            (0..step.sequences.len()).partition(|&index| new_tokens(index) <= SHORT_TOKENS);
+        let (short, chunks): (Vec<_>, Vec<_>) = (0..step.sequences.len()).partition(|&index| {
+            new_tokens(index) <= SHORT_TOKENS || !step.sequences[index].drafts.is_empty()
+        });
         batch.table_pitch =
             step.sequences.iter().map(|sequence| sequence.blocks.len()).max().unwrap_or(0).max(1);
         let mut last_rows = vec![0; step.sequences.len()];
@@ -229,11 +235,18 @@ impl Batch {
     fn outputs(&mut self, step: &Step, last_rows: &[usize]) {
         for (index, sequence) in step.sequences.iter().enumerate() {
             if let Want::Sample { seed, position, params } = sequence.want {
-                self.wanted[index] = Wanted::Token(self.select.len());
-                self.select.push(last_rows[index] as u32);
-                let sample = SampleRow::new(&params, seed, position);
-                self.draws |= sample.inverse_temperature != 0.0;
-                self.samples.push(sample);
+                let (first, drafts) = (self.select.len(), sequence.drafts);
+                self.wanted[index] = if drafts.is_empty() {
+                    Wanted::Token(first)
+                } else {
+                    Wanted::Drafted { first, drafts: drafts.to_vec() }
+                };
+                for later in 0..=drafts.len() {
+                    self.select.push((last_rows[index] - drafts.len() + later) as u32);
+                    let sample = SampleRow::new(&params, seed, position + later as u64);
+                    self.draws |= sample.inverse_temperature != 0.0;
+                    self.samples.push(sample);
+                }
             }
         }
         for (index, sequence) in step.sequences.iter().enumerate() {
@@ -255,8 +268,9 @@ impl Batch {
 
     /// Says of each sequence how far its stored state is behind and whether the step writes it. `stored` holds, by slot, the
     /// tokens that are in the stored state, and is moved on to what it will be after the step. Short sequences may be
-    /// left up to `most_pending` tokens behind; where that is 0, and for chunks, states are written by the step.
-    pub fn place_states(&mut self, stored: &mut [usize], most_pending: usize) {
+    /// left up to `most_pending` tokens behind; where that is 0, and for chunks, states are written by the step. `capacity`:
+    /// pending and new tokens of a short one that there is room for.
+    pub fn place_states(&mut self, stored: &mut [usize], most_pending: usize, capacity: usize) {
         let deferred = if most_pending > 0 { self.short_sequences } else { 0 };
         self.settle_from = None;
         for (place, sequence) in self.sequences.iter_mut().enumerate() {
@@ -266,12 +280,13 @@ impl Batch {
             };
             let context = sequence.context as usize;
             // A slot that was last used elsewhere starts afresh, with a context of 0.
-            let pending = context.checked_sub(*stored).filter(|&tokens| tokens <= MOST_PENDING).unwrap_or(0);
+            let pending = context.checked_sub(*stored).filter(|&tokens| tokens <= capacity).unwrap_or(0);
             sequence.pending = pending as i32;
             if place < deferred {
                 // Sequences that came together take turns, so that steps stay alike.
                 let turn = (context + sequence.slot as usize).is_multiple_of(most_pending);
-                let write = pending > 0 && (turn || pending >= most_pending);
+                let full = pending >= most_pending || pending + sequence.count as usize > capacity;
+                let write = pending > 0 && (turn || full);
                 sequence.write = i32::from(write);
                 *stored = if write { context } else { context - pending };
             } else {
@@ -450,7 +465,7 @@ mod tests {
         for step in 0..48 {
             let mut batch = Batch { short_sequences: 6, ..Batch::default() };
             batch.sequences = (0..6).map(|slot| short(slot, step)).collect();
-            batch.place_states(&mut stored, 4);
+            batch.place_states(&mut stored, 4, 8);
             assert_eq!(batch.settle_from, None);
             let written: Vec<_> = batch.sequences.iter().filter(|sequence| sequence.write == 1).collect();
             assert!(step < 4 || (1..=2).contains(&written.len()), "step {step}: {}", written.len());
@@ -464,7 +479,7 @@ mod tests {
         // Slot 2 goes on with a chunk, slot 3 starts anew, slot 0 decodes on: only the chunks' states are settled.
         let mut batch = Batch { short_sequences: 1, ..Batch::default() };
         batch.sequences = vec![short(0, 48), short(2, 48), short(3, 0)];
-        batch.place_states(&mut stored, 4);
+        batch.place_states(&mut stored, 4, 8);
         assert_eq!((batch.settle_from, stored[2], stored[3]), (Some(1), 49, 1));
         assert!(batch.sequences[1].pending > 0 && batch.sequences[2].pending == 0);
     }

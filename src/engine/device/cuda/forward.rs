@@ -260,10 +260,11 @@ impl Forward {
         self.chunks.as_ref().map_or_else(Tiles::default, |kernel| kernel.tiles(&batch.chunks))
     }
 
-    /// Tokens that the states of `batch`'s short sequences may be behind after it; 0: they are written.
-    pub fn most_pending(&self, batch: &Batch) -> usize {
+    /// Tokens that the states of `batch`'s short sequences may be behind after it (0: they are written), and those that
+    /// there is room for, new ones included.
+    pub fn most_pending(&self, batch: &Batch) -> (usize, usize) {
         let delta = self.delta.as_ref().filter(|_| self.delta_chunks.is_some());
-        delta.map_or(0, |delta| delta.most_pending(batch.longest_short))
+        delta.map_or((0, 0), |delta| (delta.most_pending(batch.longest_short), delta.capacity()))
     }
 
     /// Queues the whole step. Sampled tokens go to the ring and to the host; the logits of other output rows are handed to

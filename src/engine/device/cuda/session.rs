@@ -102,15 +102,9 @@ impl CudaSession {
         clock: &Clock,
         portable: bool,
     ) -> Result<Self> {
-        if plan.max_drafts > 0 {
-            return Err(Error::invalid(
-                "the CUDA device does not run drafted tokens",
-                "set speculation=off, or use --device cpu",
-            ));
-        }
         gpu.bind()?;
         let rows = plan.max_num_batched_tokens.max(plan.max_num_seqs);
-        let outputs = plan.max_num_seqs.min(rows).max(MIN_OUTPUTS);
+        let outputs = (plan.max_num_seqs * (1 + plan.max_drafts)).min(rows).max(MIN_OUTPUTS);
         let forward = Forward::new(gpu, spec, weights, plan, Limits { rows, outputs, portable })?;
         let max_blocks = plan.max_model_len.div_ceil(plan.block_tokens) + 1;
         let bytes = Offsets::capacity(rows, plan.max_num_seqs, max_blocks);
@@ -220,8 +214,8 @@ impl Session for CudaSession {
         } else {
             None
         };
-        let most_pending = self.forward.most_pending(&batch);
-        batch.place_states(&mut self.stored, most_pending);
+        let (most_pending, capacity) = self.forward.most_pending(&batch);
+        batch.place_states(&mut self.stored, most_pending, capacity);
         // States are brought up to date now and then only, so no graph has that.
         let graph = graph.filter(|_| batch.settle_from.is_none());
         let tiles = self.forward.tiles(&batch);
@@ -376,6 +370,13 @@ impl CudaSession {
     }
 
     fn read_outputs(&self, step: &InFlight, turn: usize) -> Result<Vec<SequenceOutput>> {
+        let token = |row: usize| -> Result<u32> {
+            let at = 4 * (turn * self.ring_rows + row);
+            // SAFETY: the step that wrote this word is done, and the slot's next step is not submitted yet.
+            let bytes = unsafe { self.tokens.slice() };
+            let token = u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+            if token == NOT_FINITE { Err(not_finite()) } else { Ok(token) }
+        };
         let floats = |buffer: &Option<PinnedBuffer>, range: std::ops::Range<usize>| -> Vec<f32> {
             let Some(buffer) = buffer else { return Vec::new() };
             // SAFETY: the step that wrote these bytes is done.
@@ -388,15 +389,17 @@ impl CudaSession {
             let mut output = SequenceOutput::default();
             match wanted {
                 Wanted::Nothing => {}
-                Wanted::Token(row) => {
-                    let at = 4 * (turn * self.ring_rows + row);
-                    // SAFETY: the step that wrote this word is done, and the slot's next step is not submitted yet.
-                    let bytes = unsafe { self.tokens.slice() };
-                    let token = u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-                    if token == NOT_FINITE {
-                        return Err(not_finite());
+                Wanted::Token(row) => output.tokens.push(token(*row)?),
+                Wanted::Drafted { first, drafts } => {
+                    // A draft is kept if it is the very token that is sampled in its place.
+                    output.tokens.push(token(*first)?);
+                    for (index, draft) in drafts.iter().enumerate() {
+                        if output.tokens[index] != *draft {
+                            break;
+                        }
+                        output.accepted += 1;
+                        output.tokens.push(token(first + index + 1)?);
                     }
-                    output.tokens.push(token);
                 }
                 Wanted::Logits(rows) => {
                     for row in rows.clone() {

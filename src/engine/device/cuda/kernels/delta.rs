@@ -2,6 +2,7 @@
 //! (cuda/delta_stream.cu).
 
 use crate::engine::config::CacheDtype;
+use crate::engine::device::cuda::batch::SHORT_TOKENS;
 use crate::engine::device::cuda::driver::{Gpu, Kernel};
 use crate::engine::device::cuda::launch::{Arg, Launch, Stream, bytes_of};
 use crate::engine::device::cuda::units;
@@ -15,10 +16,15 @@ const SPLIT: u32 = 4;
 const PAIR_BYTES: usize = 260 * 4;
 /// Tokens a stored state may be behind, as `delta_stream` is compiled.
 pub const MOST_PENDING: usize = 8;
+/// And as `delta_stream_drafts` is: the tokens of an interval and the drafts of a step.
+const MOST_WITH_DRAFTS: usize = 32;
 /// Shared memory of `delta_stream`: three states, and the tokens that each is behind.
 const STREAM_SHARED: u32 = 3 * (128 * 128 * 4 + MOST_PENDING * PAIR_BYTES) as u32;
 /// And what it declares itself.
 const STREAM_STATIC: u32 = 10_752;
+/// The same of `delta_stream_drafts`: two states, and the tokens that each is behind.
+const DRAFTS_SHARED: u32 = 2 * (128 * 128 * 4 + MOST_WITH_DRAFTS * PAIR_BYTES) as u32;
+const DRAFTS_THREADS: u32 = 288;
 /// Threads of `delta_stream`: four warps for the rows, eight that prepare, one that copies.
 const STREAM_THREADS: u32 = 416;
 /// Tokens from one write of a state to the next, where nothing else is asked for: beyond it reading the pairs costs as much
@@ -75,13 +81,19 @@ struct Deferred {
     stream: Kernel,
     settle: Kernel,
     multiprocessors: usize,
-    /// Tokens from one write to the next: the most that a state is behind.
+    /// Tokens from one write to the next: the most that a state is left behind, drafts aside.
     interval: usize,
+    /// Tokens that there is room for in memory: those, and the drafts of a step.
+    capacity: usize,
+    /// Steps may bring drafts: states are written by what is known to stay, so every short step runs on `stream`.
+    drafts: bool,
 }
 
 impl Delta {
+    /// `ring`: positions the convolution window holds, four and one for each draft that a step may bring.
+    ///
     /// # Errors
-    /// A shape, a state type or an interval the kernels are not made for.
+    /// A shape, a state type, an interval or drafts that the kernels are not made for.
     #[expect(clippy::too_many_arguments, reason = "what fixes the kernels and their shapes")]
     pub fn new(
         gpu: &Gpu,
@@ -117,14 +129,29 @@ impl Delta {
             (CacheDtype::Bf16, false, _) => ("delta_any_bf16", 2),
             (CacheDtype::Auto, ..) => return Err(Error::failed("state_dtype is not resolved", "")),
         };
+        let drafts = ring - 4;
         let deferred = if Self::defers(gpu, shape, state, portable) {
+            let stream = if drafts > 0 { "delta_stream_drafts" } else { "delta_stream" };
             Some(Deferred {
                 few: gpu.kernel(&units::DELTA_STREAM, "delta_few")?,
-                stream: gpu.kernel(&units::DELTA_STREAM, "delta_stream")?,
+                stream: gpu.kernel(&units::DELTA_STREAM, stream)?,
                 settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
                 multiprocessors: gpu.facts().multiprocessors as usize,
                 interval: write_interval,
+                // Every short sequence fits, once its pending tokens are written.
+                capacity: if drafts > 0 {
+                    (write_interval + drafts).max(SHORT_TOKENS)
+                } else {
+                    write_interval
+                },
+                drafts: drafts > 0,
             })
+        } else if drafts > 0 {
+            return Err(Error::invalid(
+                "speculation: on this GPU recurrent states cannot go back behind rejected drafts",
+                "set speculation=off, or use --device cpu; otherwise it takes a Hopper GPU, heads of 128 x 128 and \
+                 state_dtype=f32",
+            ));
         } else if write_interval > 1 {
             return Err(Error::invalid(
                 format!(
@@ -164,14 +191,22 @@ impl Delta {
         let pairs = self
             .deferred
             .as_ref()
-            .map_or(0, |deferred| self.shape.value_heads * deferred.interval * PAIR_BYTES);
+            .map_or(0, |deferred| self.shape.value_heads * deferred.capacity * PAIR_BYTES);
         ((self.shape.state_elements() * self.state_bytes) as u64, window as u64, pairs as u64)
     }
 
     /// Tokens that states may be behind after a step of sequences with `longest` new tokens at most: 0 where
     /// [`Self::step`] writes the states.
     pub fn most_pending(&self, longest: usize) -> usize {
-        self.deferred.as_ref().filter(|_| longest == 1).map_or(0, |deferred| deferred.interval)
+        self.deferred
+            .as_ref()
+            .filter(|deferred| longest == 1 || deferred.drafts)
+            .map_or(0, |deferred| deferred.interval)
+    }
+
+    /// Tokens that a state's pending ones and a step's new ones may be together, before the pending ones are written.
+    pub fn capacity(&self) -> usize {
+        self.deferred.as_ref().map_or(0, |deferred| deferred.capacity)
     }
 
     /// Runs `sequences` sequences (device address of [`DeltaSequence`]s) with `tokens` new tokens in all, `longest` at most
@@ -217,22 +252,25 @@ impl Delta {
             Arg::Struct(bytes_of(&numbers)),
         ];
         let heads = shape.value_heads as u32;
-        if let Some(deferred) = self.deferred.as_ref().filter(|_| longest == 1) {
+        if let Some(deferred) = self.deferred.as_ref().filter(|_| self.most_pending(longest) > 0) {
             let tasks = count * shape.value_heads;
             args.extend([
                 Arg::from(pools.pairs),
-                Arg::from(deferred.interval as u32),
+                Arg::from(deferred.capacity as u32),
                 Arg::from(count as u32),
             ]);
             // On average: a state read, its share of a write, half the tokens of an interval read and one written.
-            let state_bytes = tasks * (128 * 128 * 4 / deferred.interval + 128 * 128 * 4);
-            let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 3) / 2;
+            let new_tokens = tokens.div_ceil(count.max(1)).min(deferred.interval);
+            let state_bytes = tasks * (128 * 128 * 4 * new_tokens / deferred.interval + 128 * 128 * 4);
+            let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 1 + 2 * new_tokens) / 2;
             let cost = (small_bytes + (state_bytes + pair_bytes) as u64, flops);
-            let (kernel, launch) = if count < STREAM_SEQUENCES {
+            let blocks = tasks.min(deferred.multiprocessors) as u32;
+            let (kernel, launch) = if deferred.drafts {
+                (&deferred.stream, Launch::new(blocks, DRAFTS_THREADS).shared(DRAFTS_SHARED))
+            } else if count < STREAM_SEQUENCES {
                 let grid = [SPLIT * shape.value_heads as u32, count as u32, 1];
                 (&deferred.few, Launch::grid(grid, 128).cluster(SPLIT))
             } else {
-                let blocks = tasks.min(deferred.multiprocessors) as u32;
                 (&deferred.stream, Launch::new(blocks, STREAM_THREADS).shared(STREAM_SHARED))
             };
             // SAFETY: the kernels' parameters in order; the rest is the caller's promise.
@@ -277,7 +315,7 @@ impl Delta {
             pools.pairs.into(),
             sequences.into(),
             Arg::from(heads),
-            Arg::from(deferred.interval as u32),
+            Arg::from(deferred.capacity as u32),
         ];
         let bytes = 2 * count as u64 * self.slot_bytes().0;
         let launch = Launch::grid([heads, count as u32, 1], 128).cost(bytes, 0);
