@@ -62,8 +62,8 @@ DEVICE float4 load_from_block(u32 address, u32 rank) {
 
 // ---- registers change hands between warpgroups ----
 
-#define X_REGISTERS 80
-#define W_REGISTERS 144 // 4 * 80 + 12 * 144 = 16 * 128
+#define X_REGISTERS 88
+#define W_REGISTERS 136 // 4 * 88 + 12 * 136 is less than 16 * 128
 template <int Count> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
 template <int Count> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
 
@@ -78,7 +78,9 @@ template <int N> struct Ring {
     static constexpr u32 SLOTS = N >= 64 ? 4 : 8;
     static constexpr u32 EACH = N / 8;                    // 16-byte chunks of a stage a thread of the x warpgroup brings
     static constexpr u32 BATCH = EACH < 4 ? EACH : 4;     // of them at a time
-    static constexpr u32 AHEAD = 3;                       // batches in flight
+    static constexpr u32 PIECES = EACH / BATCH;
+    static constexpr u32 STAGES = N >= 128 ? 1 : N >= 64 ? 2 : 3; // a turn of the loop
+    static constexpr u32 AHEAD = STAGES * PIECES;         // batches in flight
     static constexpr u32 TOGETHER = N >= 128 ? 2 : 4;     // products that are waited for together
 };
 
@@ -86,49 +88,47 @@ template <int N> struct Ring {
 // is another one, never stored. Chunk i of a stage: block i / (N / 16), rows i % (N / 16) * 16.. .
 template <int N> DEVICE void bring_x(const Product &p, u8 *ring, u32 full, u32 empty, u32 row0, u32 begin, u32 end) {
     typedef Ring<N> R;
-    constexpr u32 PIECES = R::EACH / R::BATCH, OF_ROWS = N / 16;
-    u32 thread = threadIdx.x - THREADS, r = thread >> 3, c = thread & 7, blocks = p.k / 64, batches = (end - begin) * PIECES;
+    constexpr u32 OF_ROWS = N / 16;
+    u32 thread = threadIdx.x - THREADS, r = thread >> 3, c = thread & 7, blocks = p.k / 64, last = p.rows - 1 - row0, to[4];
     const f16 *from = p.x + (u64)row0 * p.k + c * 8;
-    u32 last = p.rows - 1 - row0, to[4];
 #pragma unroll
     for (u32 w = 0; w < 4; w++) to[w] = r * 128 + (((c & 4) + w) ^ (r & 7)) * 16 + (c & 3) * 4;
 
     uint4 x[R::AHEAD][R::BATCH];
-    auto load = [&](uint4(&x)[R::BATCH], u32 batch) {
-        if (batch >= batches) return;
-        u32 stage = begin + batch / PIECES, first = batch % PIECES * R::BATCH;
+    auto load = [&](uint4(&x)[R::BATCH], u32 stage, u32 piece) {
+        if (stage >= end) return;
+        u32 second = 2 * stage + 1 < blocks ? 64 : 0; // an odd block is repeated
 #pragma unroll
         for (u32 j = 0; j < R::BATCH; j++) {
-            u32 i = first + j, row = min(r + i % OF_ROWS * 16, last), block = min(2 * stage + i / OF_ROWS, blocks - 1);
-            x[j] = *(const uint4 *)(from + (row * p.k + block * 64));
+            u32 i = piece * R::BATCH + j, row = min(r + i % OF_ROWS * 16, last);
+            x[j] = *(const uint4 *)(from + (row * p.k + stage * 128 + (i / OF_ROWS ? second : 0)));
         }
     };
 #pragma unroll
-    for (u32 b = 0; b < R::AHEAD; b++) load(x[b], b);
+    for (u32 b = 0; b < R::AHEAD; b++) load(x[b], begin + b / R::PIECES, b % R::PIECES);
     u32 slot = 0, phase = 1;
-    for (u32 at = 0; at < batches; at += R::AHEAD) {
+    for (u32 first = begin; first < end; first += R::STAGES) {
 #pragma unroll
         for (u32 b = 0; b < R::AHEAD; b++) {
-            u32 batch = at + b;
-            if (batch >= batches) break;
-            u32 stage = begin + batch / PIECES, first = batch % PIECES * R::BATCH;
-            if (first == 0) barrier_wait(empty + 8 * slot, phase);
-            if (2 * stage + 1 >= blocks) { // an odd block, whose words are repeated
+            u32 stage = first + b / R::PIECES, piece = b % R::PIECES;
+            if (stage >= end) break;
+            if (piece == 0) barrier_wait(empty + 8 * slot, phase);
+            u8 *rows = ring + slot * R::STAGE + piece * R::BATCH * 2048;
+            if (2 * stage + 1 >= blocks) { // and its words too
 #pragma unroll
                 for (u32 j = 0; j < R::BATCH; j++)
-                    if ((first + j) / OF_ROWS == 1) x[b][j] = make_uint4(0, 0, 0, 0);
+                    if ((piece * R::BATCH + j) / OF_ROWS) x[b][j] = make_uint4(0, 0, 0, 0);
             }
-            u8 *rows = ring + slot * R::STAGE + first * 2048;
 #pragma unroll
             for (u32 w = 0; w < 4; w++)
 #pragma unroll
                 for (u32 j = 0; j < R::BATCH; j++) *(u32 *)(rows + to[w] + j * 2048) = word_of(x[b][j], w);
-            if (first + R::BATCH == R::EACH) {
+            if (piece == R::PIECES - 1) {
                 shared_write_fence();
                 barrier_arrive(full + 8 * slot);
                 slot = (slot + 1) % R::SLOTS, phase ^= slot == 0;
             }
-            load(x[b], batch + R::AHEAD);
+            load(x[b], stage + R::STAGES, piece);
         }
     }
 }
