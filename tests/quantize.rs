@@ -1,11 +1,14 @@
 //! 4-bit versions of the golden checkpoints: what is written opens as what was asked for, within half a step.
 
 mod checkpoint_rig;
+mod cpu_rig;
 
 use std::path::Path;
 
 use checkpoint_rig::Folder;
+use cpu_rig::Rig;
 use inferwall::Error;
+use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::model::dequant::rows_to_f32;
 use inferwall::engine::model::layout::WeightFormat;
 use inferwall::engine::model::quantize::{self, FileFormat, Options, Written};
@@ -19,7 +22,7 @@ fn options(format: FileFormat, group: usize) -> Options {
 }
 
 fn run(source: &Folder, options: &Options, out: &Path) -> Result<Written, Error> {
-    quantize::run(source.path(), "source", options, out, &mut |_, _, _| {})
+    quantize::run(source.path(), "source", options, None, out, &mut |_, _, _| {})
 }
 
 /// The quantised version of a golden checkpoint.
@@ -125,6 +128,58 @@ fn the_config_is_what_readers_of_each_format_expect() {
             std::fs::read(out.path().join(file)).unwrap(),
             std::fs::read(source.path().join(file)).unwrap()
         );
+    }
+}
+
+/// Logits of a folder's model after each of some tokens, in f32.
+fn logits(folder: &Path, tokens: &[u32]) -> Vec<f32> {
+    let mut rig = Rig::open(folder, cpu_rig::Options { threads: 1, ..cpu_rig::Options::default() });
+    rig.logits(0, tokens, &[tokens.len()]).concat()
+}
+
+fn rms(a: &[f32], b: &[f32]) -> f64 {
+    let squares: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    (squares / a.len() as f64).sqrt()
+}
+
+/// On tokens that were not calibrated with, AWQ is nearer to the original than rounding to nearest.
+#[test]
+fn awq_loses_less_than_rounding_to_nearest() {
+    for (name, group) in [("hybrid-tiny", 32), ("dense-llama-tiny", 64), ("dense-qwen2-tiny", 32)] {
+        let source = Folder::copy_of(name);
+        let original = source.open().unwrap();
+        let calibration: Vec<Vec<u32>> =
+            (0..4).map(|w| (0..64).map(|i| (i * 13 + w * 5 + i * i) % 60).collect()).collect();
+        let tokens: Vec<u32> = (0..100).map(|i| (i * 11 + 3 + i * i * i) % 60).collect();
+        let right = logits(source.path(), &tokens);
+        for format in [FileFormat::Awq, FileFormat::CompressedTensors] {
+            let mut calls = 0;
+            let mut calibrate = |progress: quantize::Progress<'_>| {
+                calls += 1;
+                let windows: Vec<&[u32]> = calibration.iter().map(Vec::as_slice).collect();
+                let mut device = CpuDevice::new(Some(1)).unwrap();
+                device.capture_inputs(&original.layout, &original.weights, &windows, 2, &mut |done, total| {
+                    progress("tokens", done, total);
+                })
+            };
+            let out = tempfile::tempdir().unwrap();
+            let options = options(format, group);
+            let written = quantize::run(
+                source.path(),
+                "source",
+                &options,
+                Some(&mut calibrate),
+                out.path(),
+                &mut |_, _, _| {},
+            );
+            let gain = written.unwrap().gain.unwrap();
+            assert_eq!((calls, gain.groups), (1, 4 * original.layout.spec.layers.len()), "{name}");
+            assert!(gain.error_ratio <= 1.0, "{name} {gain:?}");
+            let (nearest_folder, _) = quantised(&source, &options);
+            let (awq, nearest) = (logits(out.path(), &tokens), logits(nearest_folder.path(), &tokens));
+            let (awq, nearest) = (rms(&awq, &right), rms(&nearest, &right));
+            assert!(awq < nearest, "{name} {format:?}: awq {awq}, nearest {nearest}");
+        }
     }
 }
 

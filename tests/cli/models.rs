@@ -137,3 +137,20 @@ fn quantize_writes_a_folder_that_opens() {
         "model synth",
     );
 }
+
+#[test]
+fn quantising_with_awq_needs_text_and_says_what_it_gained() {
+    let env = TestEnv::new();
+    let model = fixture("dense-llama-tiny");
+    let quantize =
+        |rest: &str| env.run(&format!("model quantize {model} --format awq --group 32 --out out {rest}"));
+    quantize("--method awq").fails(2, "--method awq needs calibration text", "--text");
+    env.write("short", "a few words");
+    quantize("--text short").fails(2, "--text is read by --method awq only", "--method awq");
+    quantize("--method awq --text short").fails(2, "expected 256 or more", "longer text");
+    quantize("--method awq --text none").fails(2, "none", "exists");
+    env.write("text", &"The mill stood where the river bent, and it had one wheel. ".repeat(20));
+    let done = quantize("--method awq --text text").ok();
+    assert!(done.stderr.contains("by AWQ: scales for"), "{}", done.stderr);
+    env.run("model inspect out").ok();
+}

@@ -391,6 +391,14 @@ impl Checkpoint {
     }
 }
 
+impl Checkpoint {
+    /// A tensor that is no matrix, widened, and the type it is stored in.
+    pub fn stored_vector(&self, name: &str) -> Result<(Vec<f32>, WeightFormat)> {
+        let stored = self.files.get(name).ok_or_else(|| unknown(name))?;
+        Ok((widen(&self.files, stored)?, stored.entry.dtype.weight_format().unwrap_or(WeightFormat::F32)))
+    }
+}
+
 impl Weights for Checkpoint {
     fn linear(&self, linear: &Linear) -> Result<MatrixData<'_>> {
         match self.linears.get(linear) {

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::attention::{self, Attend, Prepare, RopeTable};
 use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
+use super::capture::Capture;
 use super::delta::{self, Mix};
 use super::gemm::{
     Activations, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair, for_each_tile,
@@ -23,6 +24,7 @@ use super::model::{LayerWeights, MixerWeights, Weights};
 use super::pool::{Ahead, Pool};
 use super::trace::Trace;
 use crate::Result;
+use crate::engine::model::quantize::inputs::Point;
 
 /// Buffers of a session, grown to the largest step seen.
 #[derive(Default)]
@@ -60,6 +62,7 @@ pub struct Forward<'a> {
     pub trace: &'a mut Trace,
     /// (layer << 32 | row) of the first residual row found not finite; all ones when none was.
     pub not_finite: AtomicU64,
+    pub capture: Option<&'a mut Capture>,
 }
 
 /// Bytes of a mixer's rows: the products it reads, its output written, read and packed.
@@ -94,6 +97,7 @@ impl Forward<'_> {
             match &layer.mixer {
                 MixerWeights::Attention { small, inputs, output } => {
                     let packed = self.attention(index, attention, layer, small, inputs, output)?;
+                    self.capture(index, Point::MixerOut, &packed);
                     self.add_product(
                         "attention_out",
                         output,
@@ -104,6 +108,7 @@ impl Forward<'_> {
                 }
                 MixerWeights::DeltaNet { small, inputs, output } => {
                     let packed = self.delta_net(index, delta, layer, small, inputs, output)?;
+                    self.capture(index, Point::MixerOut, &packed);
                     self.add_product("delta_out", output, &packed, Upcoming::Pair(&layer.gate, &layer.up));
                     delta += 1;
                 }
@@ -111,6 +116,12 @@ impl Forward<'_> {
             self.mlp(index, layer)?;
         }
         Ok(())
+    }
+
+    fn capture(&mut self, layer: usize, point: Point, packed: &Packed) {
+        if let Some(capture) = &mut self.capture {
+            capture.take(layer, point, packed);
+        }
     }
 
     /// Norm of the given rows of the residual stream (all, or those listed), packed for a product.
@@ -236,6 +247,7 @@ impl Forward<'_> {
     ) -> Result<Packed> {
         let spec = self.weights.spec();
         let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
         let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
         let (qkv, width) = self.products("attention_in", inputs, &packed, next)?;
@@ -321,6 +333,7 @@ impl Forward<'_> {
     ) -> Result<Packed> {
         let spec = self.weights.spec();
         let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
         let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
         let (projections, width) = self.products("delta_in", inputs, &packed, next)?;
@@ -364,6 +377,7 @@ impl Forward<'_> {
     fn mlp(&mut self, layer_index: usize, layer: &LayerWeights) -> Result<()> {
         let isa = self.isa();
         let packed = self.norm(layer_index, &layer.post_norm, None)?;
+        self.capture(layer_index, Point::MlpIn, &packed);
         let size = layer.gate.rows;
         let joined = self.buffers.mlp.shape(isa, self.weights.math, self.batch.rows, size)?;
         let started = self.trace.start();
@@ -385,6 +399,7 @@ impl Forward<'_> {
         let matrices = [&layer.gate, &layer.up].into_iter();
         // (What is written is the next product's input.)
         self.trace.products("mlp_in", started, matrices, &packed, joined.bytes() / (4 * self.batch.rows));
+        self.capture(layer_index, Point::MlpOut, &joined);
         self.add_product("mlp_out", &layer.down, &joined, after_layer(self.weights, layer_index));
         Ok(())
     }

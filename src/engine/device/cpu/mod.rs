@@ -12,6 +12,7 @@
 mod attention;
 mod batch;
 mod cache;
+mod capture;
 pub mod ceilings;
 mod chunked;
 mod delta;

@@ -225,6 +225,10 @@ fn check_supported(spec: &ModelSpec) -> Result<()> {
 }
 
 impl CpuModel {
+    pub fn weights(&self) -> &Arc<Weights> {
+        &self.weights
+    }
+
     pub fn load(
         pool: &Arc<Mutex<Pool>>,
         threads: usize,

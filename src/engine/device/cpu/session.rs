@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use super::attention::RopeTable;
 use super::batch::{Batch, OwnedInput};
 use super::cache::{KvPool, SlotMeta, StatePool};
+use super::capture::Capture;
 use super::forward::{Buffers, Forward};
 use super::model::{Weights, lock};
 use super::output::{Head, HeadBuffers};
@@ -36,6 +37,8 @@ pub struct CpuSession {
     next: u64,
     /// The last token sampled for each sequence of recent steps.
     sampled: VecDeque<(Ticket, Vec<Option<u32>>)>,
+    /// Takes the inputs of linear modules, for a calibration.
+    pub capture: Option<Capture>,
 }
 
 impl CpuSession {
@@ -66,6 +69,7 @@ impl CpuSession {
             queued: VecDeque::new(),
             next: 0,
             sampled: VecDeque::new(),
+            capture: None,
         })
     }
 
@@ -122,6 +126,7 @@ impl CpuSession {
             batch: &batch,
             trace: &mut trace,
             not_finite: AtomicU64::new(u64::MAX),
+            capture: self.capture.as_mut(),
         };
         forward.run(&tokens)?;
         let sequences = Head::new(&mut forward, &mut self.head).run()?;

@@ -1,7 +1,7 @@
 //! The files beside the weights: `config.json` with the `quantization_config` that readers of each format expect, and
 //! copies of the tokenizer's and generation's files.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::super::checkpoint::{Checkpoint, canonical};
 use super::super::json;
 use super::super::spec::{Linear, Role};
+use super::grid::Grid;
 use super::{FileFormat, Options};
 use crate::{Error, Result};
 
@@ -18,7 +19,7 @@ pub fn write(
     out: &Path,
     options: &Options,
     checkpoint: &Checkpoint,
-    chosen: &HashSet<Linear>,
+    chosen: &HashMap<Linear, Grid>,
 ) -> Result<()> {
     let path = source.join("config.json");
     let mut root = json::parse_object(&path.display().to_string(), &json::read_file(&path)?)?;
@@ -34,8 +35,8 @@ pub fn write(
 }
 
 /// Modules of the layers that stay in 16 bits, by their full names in the files.
-fn kept(checkpoint: &Checkpoint, chosen: &HashSet<Linear>) -> Vec<String> {
-    let chosen: HashSet<String> = chosen.iter().map(Linear::name).collect();
+fn kept(checkpoint: &Checkpoint, chosen: &HashMap<Linear, Grid>) -> Vec<String> {
+    let chosen: HashSet<String> = chosen.keys().map(Linear::name).collect();
     let stays = |linear: &Linear| {
         !matches!(linear.role, Role::Head | Role::InA | Role::InB) && !chosen.contains(&linear.name())
     };

@@ -44,9 +44,11 @@ impl Step {
 }
 
 impl Grid {
-    /// The step for a group of finite weights; `None` if its scale is too large for 16 bits.
-    pub fn step(&self, weights: &[f32]) -> Option<Step> {
+    /// The step for a group of finite weights, whose range is taken times `share` (1: nothing is clipped); `None` if its
+    /// scale is too large for 16 bits.
+    pub fn step(&self, weights: &[f32], share: f32) -> Option<Step> {
         let (min, max) = weights.iter().fold((0f32, 0f32), |(min, max), &w| (min.min(w), max.max(w)));
+        let (min, max) = (min * share, max * share);
         let scale = match self.format {
             FileFormat::Awq => (max - min) / 15.0,
             FileFormat::CompressedTensors => max.max(-min) / 7.5,
@@ -102,12 +104,11 @@ impl PackedModule {
         }
     }
 
-    /// Rounds and stores row `row`; `false` if a scale is too large for 16 bits.
-    pub fn set_row(&mut self, row: usize, weights: &[f32]) -> bool {
+    /// Rounds and stores row `row` with a step for each of its groups.
+    pub fn set_row(&mut self, row: usize, weights: &[f32], steps: &[Step]) {
         let (group, words_per_row) = (self.grid.group, self.rows / 8);
         let shift = 4 * AWQ_NIBBLE[row % 8];
-        for (at, weights) in weights.chunks_exact(group).enumerate() {
-            let Some(step) = self.grid.step(weights) else { return false };
+        for (at, (weights, step)) in weights.chunks_exact(group).zip(steps).enumerate() {
             match self.grid.format {
                 FileFormat::Awq => {
                     self.scales[at * self.rows + row] = step.bits;
@@ -127,7 +128,6 @@ impl PackedModule {
                 }
             }
         }
-        true
     }
 }
 
@@ -165,7 +165,9 @@ mod tests {
             let grid = Grid { format, group, scale_format };
             let mut module = PackedModule::new(grid, rows, cols);
             for (row, weights) in all.chunks(cols).enumerate() {
-                assert!(module.set_row(row, weights));
+                let steps: Vec<Step> =
+                    weights.chunks(group).map(|weights| grid.step(weights, 1.0).unwrap()).collect();
+                module.set_row(row, weights, &steps);
             }
             let packed = bytes(&module.weights, u32::to_le_bytes);
             let scales = bytes(&module.scales, u16::to_le_bytes);
@@ -185,7 +187,7 @@ mod tests {
             let mut read = vec![0f32; rows * cols];
             rows_to_f32(&data, rows, cols, 0..rows, &mut read);
             for (at, (weights, read)) in all.chunks(group).zip(read.chunks(group)).enumerate() {
-                let step = grid.step(weights).unwrap();
+                let step = grid.step(weights, 1.0).unwrap();
                 for (&weight, &read) in weights.iter().zip(read) {
                     assert_eq!(read, step.dequantize(step.quantize(weight)), "{format:?} group {at}");
                     let moved = (weight - read).abs();
@@ -198,13 +200,13 @@ mod tests {
     #[test]
     fn steps_of_known_groups() {
         let awq = Grid { format: FileFormat::Awq, group: 8, scale_format: WeightFormat::F16 };
-        let step = awq.step(&[-5.0, 10.0, 0.0]).unwrap();
+        let step = awq.step(&[-5.0, 10.0, 0.0], 1.0).unwrap();
         assert_eq!((step.scale, step.zero), (1.0, 5));
         assert_eq!([-5.0, 10.0, 0.0, 0.6].map(|w| step.quantize(w)), [0, 15, 5, 6]);
         let symmetric = Grid { format: FileFormat::CompressedTensors, ..awq };
-        let step = symmetric.step(&[-7.5, 3.0]).unwrap();
+        let step = symmetric.step(&[-7.5, 3.0], 1.0).unwrap();
         assert_eq!((step.scale, step.zero, step.quantize(-7.5), step.quantize(7.5)), (1.0, 8, 0, 15));
-        assert!(awq.step(&[0.0; 4]).is_some_and(|step| step.quantize(0.0) == step.zero));
-        assert_eq!(awq.step(&[2e6, -1.0]), None, "its scale is above 65504");
+        assert!(awq.step(&[0.0; 4], 1.0).is_some_and(|step| step.quantize(0.0) == step.zero));
+        assert_eq!(awq.step(&[2e6, -1.0], 1.0), None, "its scale is above 65504");
     }
 }

@@ -1,25 +1,26 @@
 //! Which modules become 4-bit, and the refusals: a module that the format cannot hold is named before a byte is written.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
 use super::super::checkpoint::Checkpoint;
 use super::super::layout::WeightFormat;
 use super::super::spec::{Linear, ModelSpec, Role};
 use super::super::weights::{MatrixData, Weights};
 use super::FileFormat;
+use super::grid::Grid;
 use crate::{Error, Result};
 
 /// Roles that stay in 16 bits: the head, and the gates of the delta net, whose few rows decide how fast a state decays.
 const KEPT: [Role; 3] = [Role::Head, Role::InA, Role::InB];
 
-/// The modules to quantise. `skip`: parts of module paths that stay as they are.
+/// The modules to quantise, and how. `skip`: parts of module paths that stay as they are.
 pub fn select(
     checkpoint: &Checkpoint,
     spec: &ModelSpec,
     format: FileFormat,
     group: usize,
     skip: &[String],
-) -> Result<HashSet<Linear>> {
+) -> Result<HashMap<Linear, Grid>> {
     if group < 8 || !group.is_multiple_of(8) {
         return Err(Error::invalid(
             format!("--group {group} is not a multiple of 8"),
@@ -35,14 +36,14 @@ pub fn select(
             ));
         }
     }
-    let mut chosen = HashSet::new();
+    let mut chosen = HashMap::new();
     for linear in linears {
         let name = path(&linear);
         if KEPT.contains(&linear.role) || skip.iter().any(|pattern| name.contains(pattern.as_str())) {
             continue;
         }
-        check(checkpoint, &linear, &name, format, group)?;
-        chosen.insert(linear);
+        let weights = check(checkpoint, &linear, &name, format, group)?;
+        chosen.insert(linear, Grid { format, group, scale_format: scale_format(format, weights) });
     }
     if chosen.is_empty() {
         return Err(Error::invalid("every module is skipped", "leave out a --skip"));
@@ -55,20 +56,21 @@ fn path(linear: &Linear) -> String {
     format!("model.{}", linear.name())
 }
 
+/// What the module's weights are stored in now.
 fn check(
     checkpoint: &Checkpoint,
     linear: &Linear,
     name: &str,
     format: FileFormat,
     group: usize,
-) -> Result<()> {
+) -> Result<WeightFormat> {
     let Linear { rows, cols, .. } = *linear;
-    if !matches!(checkpoint.linear(linear)?, MatrixData::Dense { .. }) {
+    let MatrixData::Dense { format: weights, .. } = checkpoint.linear(linear)? else {
         return Err(Error::invalid(
             format!("tensor `{name}` is already 4-bit"),
             "quantise the model's 16-bit version",
         ));
-    }
+    };
     if !cols.is_multiple_of(group) {
         let fitting: Vec<String> = [128, 64, 32, 16, 8]
             .into_iter()
@@ -95,11 +97,11 @@ fn check(
             "use --format compressed-tensors, or keep it in 16 bits with --skip",
         ));
     }
-    Ok(())
+    Ok(weights)
 }
 
 /// The 16-bit type of the scales: AutoAWQ's is fp16, compressed-tensors has the weights' own.
-pub fn scale_format(format: FileFormat, weights: WeightFormat) -> WeightFormat {
+fn scale_format(format: FileFormat, weights: WeightFormat) -> WeightFormat {
     match (format, weights) {
         (FileFormat::CompressedTensors, WeightFormat::Bf16) => WeightFormat::Bf16,
         _ => WeightFormat::F16,

@@ -368,6 +368,19 @@ impl Packed {
         if self.tiling.rows == 1 { panels.len() } else { self.tiling.tile(tile).1 }
     }
 
+    /// Appends a row of f32 activations to `out`; the rows have been written.
+    pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
+        debug_assert_eq!(self.math, CpuMath::F32);
+        for tile in 0..self.tiling.tiles {
+            let (start, tokens) = self.tiling.tile(tile);
+            if (start..start + tokens).contains(&row) {
+                // SAFETY: inside `rows * padded` values, which nobody writes between the phases of a step.
+                let values = unsafe { self.values.part(start * self.padded, self.cols * tokens) };
+                out.extend(values.iter().skip(row - start).step_by(tokens));
+            }
+        }
+    }
+
     #[inline(always)]
     fn tile_values(&self, tile: usize) -> *const f32 {
         let (start, _) = self.tiling.tile(tile);
