@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::spec::{ClaimSpec, FitTerm};
 use crate::engine::device::DeviceKind;
-use crate::report::explain;
+use crate::report::explain::{self, StepFit};
 use crate::report::numbers::{median, number, optional};
 use crate::report::results::RunResults;
 
@@ -76,15 +76,24 @@ fn verdict(results: &RunResults, claim: &ClaimSpec) -> Verdict {
 
 fn measure(results: &RunResults, claim: &ClaimSpec) -> Option<f64> {
     if let Some(term) = claim.fit {
-        let fit = explain::run_fit(results)?;
-        return match term {
+        let fitted = |fit: StepFit| match term {
             FitTerm::SharedMs => Some(fit.shared_ms),
             FitTerm::PrivateMs => Some(fit.private_ms),
             FitTerm::CrossingSequences => fit.crossing(),
         };
+        let of_model = |arm: &str| fitted(explain::model_fit(results, model_of(results, arm)?)?);
+        let value = match claim.arm.as_deref() {
+            Some(arm) => of_model(arm)?,
+            None => fitted(explain::run_fit(results)?)?,
+        };
+        return match claim.over.as_deref() {
+            None => Some(value),
+            Some(over) => Some(value / of_model(over)?).filter(|ratio| ratio.is_finite()),
+        };
     }
     let metric = claim.metric.as_deref()?;
     let of_arm = |arm: &str| match &claim.population {
+        None if MODEL_METRICS.contains(&metric) => of_model_record(results, arm, metric),
         None => results.median(arm, |summary| summary.metric(metric)),
         Some(population) => {
             let rows =
@@ -96,6 +105,25 @@ fn measure(results: &RunResults, claim: &ClaimSpec) -> Option<f64> {
     match &claim.over {
         None => Some(value),
         Some(over) => Some(value / of_arm(over)?).filter(|ratio| ratio.is_finite()),
+    }
+}
+
+/// Metrics that are facts of an arm's model, not of its rows.
+pub const MODEL_METRICS: [&str; 3] = ["weight_bytes", "streamed_bytes", "perplexity"];
+
+/// The model of an arm that has rows.
+fn model_of<'a>(results: &'a RunResults, arm: &str) -> Option<&'a str> {
+    let summary = results.summaries.iter().find(|summary| summary.arm == arm)?;
+    Some(summary.model.as_str())
+}
+
+fn of_model_record(results: &RunResults, arm: &str, metric: &str) -> Option<f64> {
+    let model = model_of(results, arm)?;
+    let record = results.record.models.iter().find(|record| record.reference == model)?;
+    match metric {
+        "weight_bytes" => Some(record.weight_bytes as f64),
+        "streamed_bytes" => Some(record.streamed_bytes as f64),
+        _ => record.perplexity,
     }
 }
 

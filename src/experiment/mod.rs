@@ -10,6 +10,7 @@ pub mod interrupt;
 pub mod knobs;
 pub mod plan;
 pub mod prepare;
+mod quality;
 pub mod record;
 pub mod runner;
 pub mod spec;

@@ -4,10 +4,12 @@
 use std::collections::BTreeMap;
 
 use super::plan::{Arm, Plan};
-use super::record::{ModelRecord, ResolvedArm, SkippedArm};
+use super::record::{ModelRecord, ResolvedArm, Seats, SkippedArm};
 use crate::engine::cache::plan::{plan_cache, plan_simulated_cache};
-use crate::engine::config::EngineConfig;
+use crate::engine::cache::shape::{CacheShape, UnifiedFigures};
+use crate::engine::config::{EngineConfig, KvLayout};
 use crate::engine::device::{CachePlan, Device, DeviceKind};
+use crate::engine::model::spec::ModelSpec;
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
 use crate::workload::schedule::{Schedule, ScheduleContext};
@@ -18,6 +20,7 @@ use crate::{Error, Result};
 pub struct PreparedArm {
     pub config: EngineConfig,
     pub pools: CachePlan,
+    pub seats: Seats,
 }
 
 pub struct Prepared {
@@ -89,15 +92,39 @@ fn prepare_arm(
         ));
     }
     let plan_pools = if device.info().kind == DeviceKind::Sim { plan_simulated_cache } else { plan_cache };
-    let pools = plan_pools(
-        &model.layout,
-        &config,
-        device.free_bytes(),
-        device.info().memory_bytes,
-        device.default_dtypes(),
-        Some(longest_tokens),
-    )?;
-    Ok(PreparedArm { config, pools })
+    let pools = |config: &EngineConfig| {
+        plan_pools(
+            &model.layout,
+            config,
+            device.free_bytes(),
+            device.info().memory_bytes,
+            device.default_dtypes(),
+            Some(longest_tokens),
+        )
+    };
+    let own = pools(&config)?;
+    // (Pools given by number are of the arm's own layout; the other one gets what memory holds.)
+    let other = |kv_layout| EngineConfig { kv_layout, kv_blocks: None, state_slots: None, ..config.clone() };
+    let seats = |kv_layout| {
+        let plan =
+            if kv_layout == config.kv_layout { Some(own.clone()) } else { pools(&other(kv_layout)).ok() };
+        plan.map(|plan| seats(&model.layout.spec, &plan, longest_tokens))
+    };
+    let seats = Seats { split: seats(KvLayout::Split), unified: seats(KvLayout::Unified) };
+    Ok(PreparedArm { config, pools: own, seats })
+}
+
+/// Requests of `tokens` tokens that these pools hold at once.
+fn seats(spec: &ModelSpec, plan: &CachePlan, tokens: usize) -> usize {
+    let shape = CacheShape::new(spec, plan.kv_dtype, plan.state_dtype, plan.max_drafts);
+    let seats = match plan.layout {
+        KvLayout::Unified => UnifiedFigures::new(&shape, plan, tokens).seats,
+        KvLayout::Split => {
+            let by_blocks = plan.kv_blocks / tokens.div_ceil(plan.block_tokens).max(1);
+            if shape.is_hybrid() { by_blocks.min(plan.state_slots) } else { by_blocks }
+        }
+    };
+    seats.min(plan.max_num_seqs)
 }
 
 /// The requests of one repeat of an arm.
@@ -152,6 +179,7 @@ impl Prepared {
             streamed_bytes: model.layout.streamed_bytes(),
             load_s: None,
             cold_step_ms: None,
+            perplexity: None,
         };
         self.models.iter().map(record).collect()
     }
@@ -170,6 +198,7 @@ impl Prepared {
             state_slots: ready.pools.state_slots,
             kv_dtype: word(&ready.pools.kv_dtype),
             state_dtype: word(&ready.pools.state_dtype),
+            seats: ready.seats,
         })
         .collect()
     }

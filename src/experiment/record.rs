@@ -138,6 +138,9 @@ pub struct ModelRecord {
     pub load_s: Option<f64>,
     /// The first step after the first load: cold, and never part of a measured row.
     pub cold_step_ms: Option<f64>,
+    /// Of the built-in passage, for real weights in a run of several models.
+    #[serde(default)]
+    pub perplexity: Option<f64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -151,6 +154,16 @@ pub struct ResolvedArm {
     pub state_slots: usize,
     pub kv_dtype: String,
     pub state_dtype: String,
+    #[serde(default)]
+    pub seats: Seats,
+}
+
+/// Requests of an arm's longest length that memory holds at once, `max_num_seqs` at most, in each cache layout; `None`
+/// where not one fits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seats {
+    pub split: Option<usize>,
+    pub unified: Option<usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -11,6 +11,7 @@ use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
 use super::interrupt;
 use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
+use super::quality;
 use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
 use super::target::Embedded;
 use super::warm::{WarmUp, warm_up};
@@ -218,6 +219,7 @@ impl Runner<'_> {
                     self.record.ceilings = self.ceilings;
                     self.save_record()?;
                 }
+                self.measure_quality(&arm.model, model.as_ref(), &options)?;
                 let clock = self.device.clock();
                 *loaded = Some(Loaded {
                     reference: arm.model.clone(),
@@ -239,6 +241,21 @@ impl Runner<'_> {
             }
             Err(error) => Err(error.context(format!("arm `{}`", arm.name))),
         }
+    }
+
+    /// Where models with real weights are compared, what each one's weights are worth.
+    fn measure_quality(&mut self, reference: &str, model: &dyn Model, options: &LoadOptions) -> Result<()> {
+        let several = self.record.models.len() > 1;
+        let opened = &self.prepared.models[reference];
+        let record = self.record.models.iter_mut().find(|record| record.reference == reference);
+        let Some(record) = record.filter(|record| several && record.perplexity.is_none()) else {
+            return Ok(());
+        };
+        if opened.layout.synthetic || self.device.info().simulated() {
+            return Ok(());
+        }
+        record.perplexity = quality::perplexity(self.device, opened, model, options)?;
+        self.save_record()
     }
 
     /// A session for the arm: the one that is open when it fits, else a new one.

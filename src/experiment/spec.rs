@@ -159,11 +159,13 @@ pub struct QuickOverride<L = Table, E = Table> {
 #[serde(deny_unknown_fields)]
 pub struct ClaimSpec {
     pub text: String,
-    /// A column of summary.csv, or of populations.csv.
+    /// A column of summary.csv, or of populations.csv, or a fact of the arm's model: weight_bytes, streamed_bytes (by a
+    /// decode step), perplexity.
     pub metric: Option<String>,
     pub population: Option<String>,
     pub arm: Option<String>,
     pub over: Option<String>,
+    /// Of all arms of the model of `arm`, over that of `over`.
     pub fit: Option<FitTerm>,
     pub expect: Option<f64>,
     pub tolerance: Option<f64>,
@@ -179,7 +181,7 @@ fn any_rig() -> String {
     "any".to_string()
 }
 
-/// Terms of step time = shared + private x sequences, fitted over decode steps of all arms.
+/// Terms of step time = shared + private x sequences, fitted over the decode steps of one model's arms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FitTerm {
@@ -361,11 +363,11 @@ fn check_claim(claim: &ClaimSpec) -> Result<()> {
     let context = |fact: &str, hint: &str| Error::invalid(format!("claim \"{}\": {fact}", claim.text), hint);
     match (&claim.metric, claim.fit) {
         (Some(_), None) if claim.arm.is_some() => {}
-        (None, Some(_)) if claim.arm.is_none() && claim.over.is_none() => {}
+        (None, Some(_)) if claim.arm.is_some() || claim.over.is_none() => {}
         _ => {
             return Err(context(
                 "what it measures is unclear",
-                "give `metric` and `arm` (and `over`), or `fit`",
+                "give `metric` or `fit`, and the `arm` (and `over`) it is of; a fit without `arm` is of a run of one model",
             ));
         }
     }

@@ -62,7 +62,7 @@ impl TokenTimes {
 }
 
 /// steps.csv: a row an engine step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepRow {
     pub arm: String,
     pub repeat: u32,

@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 
 use super::numbers::{DASH, bytes, median, number, optional, percent};
 use super::results::RunResults;
-use super::table;
-use super::{consumers, overview};
+use super::{consumers, overview, step_model, table};
 use crate::Result;
 use crate::cli::flags::Format;
 use crate::measure::rows::StepRow;
@@ -39,11 +38,19 @@ impl StepFit {
     }
 }
 
-/// Median time of pure decode steps by number of sequences, over the arms of one model.
-pub fn decode_points<'a>(steps: impl Iterator<Item = &'a StepRow>) -> BTreeMap<usize, f64> {
+/// A step of decodes alone, each of one token.
+pub fn is_pure_decode(step: &StepRow) -> bool {
+    step.kind == "decode" && step.drafted == 0
+}
+
+/// Median of `value` over pure decode steps, by number of sequences.
+pub fn decode_points<'a>(
+    steps: impl Iterator<Item = &'a StepRow>,
+    value: impl Fn(&StepRow) -> f64,
+) -> BTreeMap<usize, f64> {
     let mut by_batch: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
-    for step in steps.filter(|step| step.kind == "decode" && step.drafted == 0) {
-        by_batch.entry(step.decode_sequences).or_default().push(step.duration_ms);
+    for step in steps.filter(|step| is_pure_decode(step)) {
+        by_batch.entry(step.decode_sequences).or_default().push(value(step));
     }
     by_batch
         .into_iter()
@@ -85,21 +92,29 @@ pub fn run_fit(results: &RunResults) -> Option<StepFit> {
     if models.len() != 1 { None } else { model_fit(results, &models[0]) }
 }
 
-fn models(results: &RunResults) -> Vec<String> {
+pub fn models(results: &RunResults) -> Vec<String> {
     let mut models: Vec<String> = results.summaries.iter().map(|summary| summary.model.clone()).collect();
     models.sort_unstable();
     models.dedup();
     models
 }
 
-fn model_fit(results: &RunResults, model: &str) -> Option<StepFit> {
+pub fn model_fit(results: &RunResults, model: &str) -> Option<StepFit> {
+    fit(&decode_points(steps_of_model(results, model), |step| step.duration_ms))
+}
+
+/// The steps of all arms of a model.
+pub fn steps_of_model<'a>(
+    results: &'a RunResults,
+    model: &str,
+) -> impl Iterator<Item = &'a StepRow> + use<'a> {
     let arms: Vec<&str> = results
         .summaries
         .iter()
         .filter(|summary| summary.model == model)
         .map(|summary| summary.arm.as_str())
         .collect();
-    fit(&decode_points(results.steps.iter().filter(|step| arms.contains(&step.arm.as_str()))))
+    results.steps.iter().filter(move |step| arms.contains(&step.arm.as_str()))
 }
 
 /// What an arm moved and computed for each generated token, and how near it came to its floor.
@@ -144,6 +159,10 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
             text += &fit_text(results, &model, &fit);
             text.push('\n');
         }
+    }
+    let step_model = step_model::render(results, format)?;
+    if !step_model.is_empty() {
+        text += &format!("{step_model}\n");
     }
     text += "Where the bytes of a token go, and how near a step is to its floor:\n\n";
     let header = [

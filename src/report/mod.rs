@@ -15,4 +15,5 @@ pub mod plots;
 pub mod results;
 pub mod saturate;
 pub mod service;
+pub mod step_model;
 pub mod table;

@@ -96,7 +96,7 @@ fn short(name: &str) -> String {
 
 fn step_time(results: &RunResults) -> Result<Option<Plot>> {
     let Some(fit) = explain::run_fit(results) else { return Ok(None) };
-    let points = explain::decode_points(results.steps.iter());
+    let points = explain::decode_points(results.steps.iter(), |step| step.duration_ms);
     let right = fit.largest as f64 * 1.05;
     let top = points.values().copied().fold(0.0, f64::max) * 1.1;
     if top <= 0.0 {

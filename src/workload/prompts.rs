@@ -11,7 +11,8 @@ use super::spec::PromptKind;
 use crate::{Error, Result};
 
 /// What prompts of text are cut from when no file is given.
-const PASSAGE: &str = include_str!("passage.txt");
+/// English prose that comes with the program.
+pub const PASSAGE: &str = include_str!("passage.txt");
 
 pub struct Prompts<'a> {
     context: ScheduleContext<'a>,

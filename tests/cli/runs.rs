@@ -265,3 +265,25 @@ fn html_is_one_file_with_plots() {
     let html = read(&env.only_result(), "report.html");
     assert!(html.contains("<svg") && html.contains("simulated") && !html.contains("src="));
 }
+
+#[test]
+fn part_6_takes_its_models_apart_and_judges_both_readings() {
+    let env = TestEnv::new();
+    let out = env.run("run part6-quantization --device sim:series").ok().stdout;
+    for words in [
+        "What a decode step of each model moves",
+        "The fitted decode step taken apart",
+        "[does not hold] as published: decode follows those bytes",
+        "[holds] corrected: it streams 1.06 times the bytes",
+        "[holds] and that is the ratio of the fixed terms",
+        "[holds] the 9B seats 103 requests",
+    ] {
+        assert!(out.contains(words), "no \"{words}\" in\n{out}");
+    }
+    let record: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    let seats = |arm: &str| {
+        let arms = record["arms"].as_array().unwrap();
+        arms.iter().find(|found| found["name"] == arm).unwrap()["seats"]["unified"].clone()
+    };
+    assert_eq!((&seats("4b-rate-inf"), &seats("9b-awq-mlp-rate-inf")), (&146.into(), &103.into()));
+}
