@@ -43,6 +43,9 @@ pub struct Gain {
     pub error_ratio: f64,
 }
 
+/// What the search of one group came to.
+type Searched = Result<(Found, Folds)>;
+
 /// Finds scales for every group with a module in `grids`, those to be rounded.
 ///
 /// # Errors
@@ -59,7 +62,7 @@ pub fn plan(
         .filter(|group| group.linears.iter().any(|linear| grids.contains_key(linear)))
         .collect();
     let next = AtomicUsize::new(0);
-    let found: Mutex<Vec<Option<Result<(Found, Folds)>>>> = Mutex::new(groups.iter().map(|_| None).collect());
+    let found = Mutex::new(groups.iter().map(|_| None).collect::<Vec<Option<Searched>>>());
     let work = || {
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
