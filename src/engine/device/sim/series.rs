@@ -6,6 +6,7 @@
 use super::cost::{ByteFactors, SimParameters};
 use crate::engine::config::{EngineConfig, KvLayout, Speculation};
 use crate::engine::model::layout::{ModelLayout, WeightFormat};
+use crate::engine::model::spec::Role;
 use crate::hardware::Sourced;
 
 /// The author's copy test.
@@ -70,15 +71,21 @@ pub fn parameters(layout: &ModelLayout) -> SimParameters {
 }
 
 /// Sets the knobs that the rig's logs fix: vLLM's unified pool with the blocks its memory left (the logs print
-/// 9.45, 9.01, 6.65 and 4.94 GiB), and its scheduling depth. A number of blocks that was asked for stays.
+/// 9.45, 9.01, 6.65 and 4.94 GiB), and its scheduling depth. A number of blocks that was asked for stays; models that
+/// the series did not run get what memory holds.
 pub fn configure(layout: &ModelLayout, config: &mut EngineConfig) {
     let speculating = config.speculation != Speculation::Off;
     config.async_scheduling.get_or_insert(if speculating { 1 } else { 2 });
-    let int4 = layout.linears.iter().any(|(_, format)| matches!(format, WeightFormat::Int4 { .. }));
-    let blocks = match (layout.spec.is_hybrid(), layout.spec.hidden_size, int4) {
+    let mut int4 =
+        layout.linears.iter().filter(|(_, format)| matches!(format, WeightFormat::Int4 { .. })).peekable();
+    let quantised = int4.peek().is_some();
+    // The series' checkpoint: mixers in 16 bits.
+    let mlp_only =
+        quantised && int4.all(|(linear, _)| matches!(linear.role, Role::Gate | Role::Up | Role::Down));
+    let blocks = match (layout.spec.is_hybrid(), layout.spec.hidden_size, quantised) {
         (true, 2560, false) if speculating => Some(542),
         (true, 2560, false) => Some(586),
-        (true, 4096, true) => Some(413),
+        (true, 4096, true) if mlp_only => Some(413),
         // 5,781 blocks of which none is the null block here: vLLM keeps one of them empty.
         (false, 3584, false) => Some(5780),
         _ => None,

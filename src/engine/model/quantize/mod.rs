@@ -107,8 +107,11 @@ mod tests {
     use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
     use crate::engine::device::cpu::CpuDevice;
     use crate::engine::device::{Device, LoadOptions};
-    use crate::engine::model::checkpoint::widen;
+    use crate::engine::model::checkpoint::{Checkpoint, widen};
+    use crate::engine::model::dequant::rows_to_f32;
     use crate::engine::model::safetensors_file::{Dtype, header_bytes};
+    use crate::engine::model::spec::Linear;
+    use crate::engine::model::weights::Weights;
     use crate::engine::model::{ModelRef, OpenOptions, open};
 
     /// Logits after each of some tokens.
@@ -202,6 +205,75 @@ mod tests {
                 assert!((before - after).abs() < 2e-5 * size, "{name}: {before} {after}, largest {size}");
             }
         }
+    }
+
+    /// What the search is for: on the activations that it saw, the rounded modules' outputs are nearer to the original
+    /// ones than those rounded to nearest. (The loss of a whole model of random weights may still go either way.)
+    #[test]
+    fn outputs_on_the_calibration_are_nearer_than_with_rounding_to_nearest() {
+        for name in ["hybrid-tiny", "dense-llama-tiny", "dense-qwen2-tiny", "dense-qwen3-tiny"] {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+            let opened = open(&ModelRef::Folder(source.clone()), &OpenOptions::default()).unwrap();
+            let Loaded { checkpoint, layout, .. } = folder::load(&source, "source").unwrap();
+            let spec = &layout.spec;
+            let tokens: Vec<u32> = (0..256).map(|i| (i * 13 + i * i / 7 * 5) % 60).collect();
+            let windows: Vec<&[u32]> = tokens.chunks(64).collect();
+            let mut device = CpuDevice::new(Some(1)).unwrap();
+            let inputs =
+                device.capture_inputs(&opened.layout, &opened.weights, &windows, 2, &mut |_, _| {}).unwrap();
+            for format in [FileFormat::Awq, FileFormat::CompressedTensors] {
+                let grids = selection::select(&checkpoint, spec, format, 32, &[]).unwrap();
+                let (scaled, gain) = awq::plan(&checkpoint, spec, &grids, &inputs, &mut |_, _| {}).unwrap();
+                assert!(gain.error_ratio <= 1.0, "{name} {format:?} {gain:?}");
+                let read = |folds: &Folds| {
+                    let out = tempfile::tempdir().unwrap();
+                    let work =
+                        write::Work { checkpoint: &checkpoint, spec, grids: &grids, folds, threads: 1 };
+                    work.write(&out.path().join("model.safetensors"), &mut |_, _| {}).unwrap();
+                    config::copy_companions(&source, out.path()).unwrap();
+                    let options = Options { format, group: 32, skip: Vec::new() };
+                    config::write(&source, out.path(), &options, &checkpoint, &grids).unwrap();
+                    let written = folder::load(out.path(), "written").unwrap().checkpoint;
+                    let modules = grids.keys().map(|linear| (*linear, effective(&written, linear, folds)));
+                    modules.collect::<HashMap<Linear, Vec<f32>>>()
+                };
+                let (scaled, nearest) = (read(&scaled), read(&Folds::default()));
+                for point in [Point::MixerIn, Point::MixerOut, Point::MlpIn, Point::MlpOut] {
+                    let (mut after, mut before) = (0.0, 0.0);
+                    for group in awq::groups::groups(spec).iter().filter(|group| group.point == point) {
+                        let rows = inputs.rows(group.layer, point);
+                        for linear in group.linears.iter().filter(|linear| grids.contains_key(linear)) {
+                            let original = effective(&checkpoint, linear, &Folds::default());
+                            after += output_error(&rows.values, &original, &scaled[linear], linear.cols);
+                            before += output_error(&rows.values, &original, &nearest[linear], linear.cols);
+                        }
+                    }
+                    assert!(after < 0.9 * before, "{name} {format:?} {point:?}: {after} {before}");
+                }
+            }
+        }
+    }
+
+    /// A module's weights with what was folded into them divided out again.
+    fn effective(checkpoint: &Checkpoint, linear: &Linear, folds: &Folds) -> Vec<f32> {
+        let Linear { rows, cols, .. } = *linear;
+        let mut all = vec![0f32; rows * cols];
+        rows_to_f32(&checkpoint.linear(linear).unwrap(), rows, cols, 0..rows, &mut all);
+        for (row, values) in all.chunks_exact_mut(cols).enumerate() {
+            let divisor = folds.rows.get(linear).map_or(1.0, |rows| rows[row]);
+            for (col, value) in values.iter_mut().enumerate() {
+                *value *= divisor / folds.columns.get(linear).map_or(1.0, |columns| columns[col]);
+            }
+        }
+        all
+    }
+
+    /// Sum of squared differences of x Wᵀ over the rows of x.
+    fn output_error(inputs: &[f32], right: &[f32], found: &[f32], cols: usize) -> f64 {
+        let moved: Vec<f32> = right.iter().zip(found).map(|(right, found)| found - right).collect();
+        let dot = |x: &[f32], d: &[f32]| x.iter().zip(d).map(|(x, d)| x * d).sum::<f32>();
+        let of_row = |x: &[f32]| moved.chunks_exact(cols).map(|d| f64::from(dot(x, d)).powi(2)).sum::<f64>();
+        inputs.chunks_exact(cols).map(of_row).sum()
     }
 
     #[test]

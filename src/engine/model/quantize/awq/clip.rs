@@ -59,26 +59,53 @@ impl Clip {
 mod tests {
     use super::super::super::super::layout::WeightFormat;
     use super::super::super::FileFormat;
+    use super::super::noise;
     use super::*;
 
     /// One weight far out, whose input is nearly always zero: the others gain from clipping it, unless its input counts.
     #[test]
     fn an_outlier_that_hardly_counts_is_clipped() {
-        let group = 16;
-        let mut weights: Vec<f32> = (0..group).map(|i| (i as f32 * 0.7).sin()).collect();
-        weights[3] = 2.2;
-        let inputs = |outlier: f32| {
-            let x = |i: usize| (i as f32 * 1.3).cos() * if i % group == 3 { outlier } else { 1.0 };
-            Rows { cols: group, values: (0..64 * group).map(x).collect() }
+        let (group, outlier) = (32, 3);
+        let inputs = |factor: f32| {
+            let mut values = noise(7, 256 * group);
+            values.iter_mut().skip(outlier).step_by(group).for_each(|x| *x *= factor);
+            Rows { cols: group, values }
         };
+        // Mean squared error of the outputs, by plain sums.
+        let error = |inputs: &Rows, weights: &[f32], step: Step| {
+            let output = |x: &[f32]| {
+                let moved = weights.iter().map(|&w| step.dequantize(step.quantize(w)) - w);
+                moved.zip(x).map(|(moved, x)| f64::from(moved * x)).sum::<f64>()
+            };
+            inputs.values.chunks_exact(group).map(|x| output(x).powi(2)).sum::<f64>()
+        };
+        let (quiet, loud) = (inputs(0.01), inputs(100.0));
         for format in [FileFormat::Awq, FileFormat::CompressedTensors] {
             let grid = Grid { format, group, scale_format: WeightFormat::F16 };
-            let full = grid.step(&weights, 1.0).unwrap();
-            let quiet = Clip::new(&inputs(0.01), group, &[1.0; 16]).step(grid, 0, &weights).unwrap();
-            assert!(quiet.scale < 0.8 * full.scale, "{format:?} {quiet:?} {full:?}");
-            let loud = Clip::new(&inputs(100.0), group, &[1.0; 16]).step(grid, 0, &weights).unwrap();
-            let moved = |step: Step| (step.dequantize(step.quantize(2.2)) - 2.2).abs();
-            assert!(moved(loud) <= moved(full), "{format:?} {loud:?} {full:?}");
+            let step = |inputs: &Rows, weights: &[f32]| {
+                Clip::new(inputs, group, &[1.0; 32]).step(grid, 0, weights).unwrap()
+            };
+            let (mut clipped, mut whole, mut narrowed) = (0.0, 0.0, 0);
+            for seed in 0..8 {
+                let mut weights = noise(seed, group);
+                weights[outlier] = 4.0;
+                let full = grid.step(&weights, 1.0).unwrap();
+                let found = step(&quiet, &weights);
+                narrowed += usize::from(found.scale < full.scale);
+                clipped += error(&quiet, &weights, found);
+                whole += error(&quiet, &weights, full);
+                // None of the tried shares is better.
+                for share in 0..RATIOS {
+                    let other = grid.step(&weights, 1.0 - share as f32 * RATIO_STEP).unwrap();
+                    let (least, other) = (error(&quiet, &weights, found), error(&quiet, &weights, other));
+                    assert!(least <= other * 1.0001, "{format:?} {share}: {least} {other}");
+                }
+                let moved = |step: Step| (step.dequantize(step.quantize(4.0)) - 4.0).abs();
+                let found = step(&loud, &weights);
+                assert!(moved(found) <= moved(full), "{format:?} {found:?} {full:?}");
+            }
+            // Both ends of a range shrink alike, so the low weights limit what can be gained.
+            assert!(clipped < 0.9 * whole && narrowed >= 6, "{format:?} {clipped} {whole} {narrowed}");
         }
     }
 }

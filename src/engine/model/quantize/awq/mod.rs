@@ -166,3 +166,11 @@ fn rounded(format: WeightFormat, value: f32) -> f32 {
         _ => value,
     }
 }
+
+/// Independent values of no mean and variance 1/3, nearly normal.
+#[cfg(test)]
+fn noise(seed: u64, len: usize) -> Vec<f32> {
+    use rand::{Rng, SeedableRng};
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    (0..len).map(|_| (0..4).map(|_| rng.random::<f32>() - 0.5).sum()).collect()
+}

@@ -159,27 +159,51 @@ mod tests {
     use super::super::super::super::layout::WeightFormat;
     use super::super::super::super::spec::Role;
     use super::super::super::FileFormat;
+    use super::super::noise;
     use super::*;
+
+    /// Sum of squared errors of the outputs with the given scales, by plain sums.
+    fn error(grid: Grid, weights: &[f32], inputs: &Rows, scales: &[f32]) -> f64 {
+        let mut moved = Vec::new();
+        for row in weights.chunks_exact(inputs.cols) {
+            let scaled: Vec<f32> = row.iter().zip(scales).map(|(w, s)| w * s).collect();
+            for (at, group) in scaled.chunks_exact(grid.group).enumerate() {
+                let step = grid.step(group, 1.0).unwrap();
+                let moves = group.iter().map(|&w| step.dequantize(step.quantize(w)) - w);
+                moved.extend(moves.zip(&scales[at * grid.group..]).map(|(moved, s)| f64::from(moved / s)));
+            }
+        }
+        let output =
+            |moved: &[f64], x: &[f32]| moved.iter().zip(x).map(|(d, &x)| d * f64::from(x)).sum::<f64>();
+        let rows = moved.chunks_exact(inputs.cols);
+        rows.flat_map(|moved| inputs.values.chunks_exact(inputs.cols).map(move |x| output(moved, x).powi(2)))
+            .sum()
+    }
 
     #[test]
     fn channels_that_matter_get_finer_steps() {
-        let (rows, cols) = (64, 64);
-        let noise = |i: usize, k: usize| ((i * k) as f32 * 0.37).sin();
-        let weights: Vec<f32> = (0..rows * cols).map(|i| noise(i, 13)).collect();
+        let (rows, cols, group) = (64, 64, 32);
+        let weights = noise(1, rows * cols);
         let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
-        // Four channels carry nearly all of the input.
-        let x = |i: usize| noise(i + 5, 29) * if i % cols < 4 { 20.0 } else { 0.1 };
-        let inputs = Rows { cols, values: (0..128 * cols).map(x).collect() };
+        // One channel of each group carries nearly all of the input; its weights are no larger than the others'.
+        let mut inputs = Rows { cols, values: noise(2, 128 * cols) };
+        inputs.values.iter_mut().enumerate().filter(|(i, _)| i % group != 5).for_each(|(_, x)| *x *= 0.02);
         let classes: Vec<usize> = (0..cols).collect();
         let module = |format| Module {
             linear: Linear { layer: Some(0), role: Role::Gate, rows, cols },
             data: MatrixData::Dense { format: WeightFormat::F32, bytes: &bytes },
-            grid: Grid { format, group: 32, scale_format: WeightFormat::F16 },
+            grid: Grid { format, group, scale_format: WeightFormat::F16 },
         };
         for format in [FileFormat::Awq, FileFormat::CompressedTensors] {
-            let found = search(&[module(format)], &inputs, &classes, &<[f32]>::to_vec);
+            let module = module(format);
+            let grid = module.grid;
+            let found = search(&[module], &inputs, &classes, &<[f32]>::to_vec);
             assert!(found.after < 0.5 * found.before, "{format:?} {found:?}");
-            assert!(found.scales[0] > 2.0 * found.scales[10], "{:?}", found.scales);
+            assert!(found.scales[5] > 2.0 * found.scales[10], "{:?}", found.scales);
+            for (scales, right) in [(&vec![1.0; cols], found.before), (&found.scales, found.after)] {
+                let plain = error(grid, &weights, &inputs, scales);
+                assert!((plain - right).abs() < 1e-3 * right, "{format:?} {plain} {right}");
+            }
         }
         // Where all scales must be equal nothing can be gained.
         let found = search(&[module(FileFormat::Awq)], &inputs, &classes, &|wished| vec![1.0; wished.len()]);
