@@ -108,9 +108,9 @@ impl DeviceRecord {
 pub struct ColdStart {
     /// The model that was loaded first.
     pub model: String,
-    /// From the program's start to the end of its first step, the measurement of ceilings left out.
+    /// From the program's start to the end of its first step, the measurement of ceilings and perplexity left out.
     pub seconds: f64,
-    /// Time the measurement of ceilings took, meanwhile.
+    /// Time those measurements took, meanwhile.
     pub ceilings_s: f64,
     /// What was compiled until then, and what came from the kernel cache.
     pub compiled: Option<Compiled>,

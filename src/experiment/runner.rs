@@ -211,15 +211,15 @@ impl Runner<'_> {
                 {
                     record.load_s.get_or_insert(began.elapsed().as_secs_f64());
                 }
-                // Of the arithmetic this model was loaded for.
                 let before_s = record::seconds_since_start();
+                self.measure_quality(&arm.model, model.as_ref(), &options)?;
+                // Of the arithmetic this model was loaded for.
                 self.ceilings = self.device.ceilings()?;
                 let ceilings_s = record::seconds_since_start() - before_s;
                 if self.record.ceilings.read_bytes_per_s == 0.0 {
                     self.record.ceilings = self.ceilings;
                     self.save_record()?;
                 }
-                self.measure_quality(&arm.model, model.as_ref(), &options)?;
                 let clock = self.device.clock();
                 *loaded = Some(Loaded {
                     reference: arm.model.clone(),
