@@ -84,20 +84,12 @@ impl Judged {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Saturation {
-    /// Highest rate found to keep the limits; `None` when even the lowest one breaks them, or a request by itself does.
+    /// Highest rate found to keep the limits; `None` when even the lowest one breaks them.
     pub keeps: Option<Judged>,
     /// Lowest rate found to break them; `None` when even the highest one keeps them.
     pub breaks: Option<Judged>,
     /// Every rate tried, in order.
     pub tried: Vec<Judged>,
-}
-
-impl Saturation {
-    /// In the last rate tried no request met another: at a lower one each would find the same.
-    fn is_alone(&self) -> bool {
-        let alone = |summary: &Summary| summary.running_max == 1 && summary.waiting_max == 0;
-        self.tried.last().is_some_and(|judged| judged.repeats.iter().all(alone))
-    }
 }
 
 /// # Errors
@@ -128,7 +120,7 @@ pub fn search(
             (Some(keeps), Some(breaks)) => between(keeps, breaks, options.precision),
             (Some(keeps), None) if keeps >= options.highest => return Ok(found),
             (Some(keeps), None) => (keeps * 2.0).min(options.highest),
-            (None, Some(breaks)) if breaks <= options.lowest || found.is_alone() => return Ok(found),
+            (None, Some(breaks)) if breaks <= options.lowest => return Ok(found),
             (None, Some(breaks)) => (breaks / 2.0).max(options.lowest),
             (None, None) => return Ok(found),
         };
@@ -313,18 +305,6 @@ mod tests {
         assert_eq!((found.keeps.unwrap().rate.per_s(), found.breaks), (4096.0, None));
         let found = search(&options("ttft_p99=100"), always(1000.0)).unwrap();
         assert_eq!((found.keeps, found.breaks.unwrap().rate.per_s()), (None, 1.0 / 64.0));
-    }
-
-    #[test]
-    fn a_limit_that_a_lone_request_breaks_ends_the_search() {
-        // Requests of a second each meet from 1 a second on; at half that none meets another.
-        let run = |rate: Rate, _: u32| {
-            let running_max = if rate.per_s() > 0.5 { 2 } else { 1 };
-            let ttft_p99_ms = Some(1000.0);
-            Ok(Summary { completed: 200, ttft_p99_ms, running_max, ..Summary::default() })
-        };
-        let found = search(&options("ttft_p99=100"), run).unwrap();
-        assert_eq!((found.keeps, found.breaks.unwrap().rate.per_s(), found.tried.len()), (None, 0.5, 2));
     }
 
     #[test]
