@@ -71,9 +71,9 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
 #pragma unroll
                 for (int u = 0; u < UNITS; u++) {
                     u32 a[4];
-                    unpack_offset(word_of(w.words[u][q / 2], q % 2 * 2), a);
+                    unpack_offset(word_of(w.words[u][q / 2], q % 2), a);
                     mma_16x8x16(sum[u], a, x[q].x, x[q].y);
-                    unpack_offset(word_of(w.words[u][q / 2], q % 2 * 2 + 1), a);
+                    unpack_offset(word_of(w.words[u][q / 2], q % 2 + 2), a);
                     mma_16x8x16(sum[u], a, x[q].z, x[q].w);
                 }
             }
@@ -165,8 +165,8 @@ struct Int4Weights {
         };
         auto multiply = [&](int half, const Zeros &zeros) {
             u32 a[4], b[4];
-            unpack(word_of(w.words, 2 * half), zeros, a);
-            unpack(word_of(w.words, 2 * half + 1), zeros, b);
+            unpack(word_of(w.words, half), zeros, a);
+            unpack(word_of(w.words, half + 2), zeros, b);
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 mma_16x8x16(sum[t], a, x[t][half].x, x[t][half].y);
@@ -267,7 +267,7 @@ template <int ROWS> DEVICE void int4_tile(const Product &p) {
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
                     u32 b[4];
-                    unpack(word_of(words[u], 2 * half + odd), z, b);
+                    unpack(word_of(words[u], half + 2 * odd), z, b);
 #pragma unroll
                     for (int j = 0; j < 4; j++) b[j] = mul_half2(b[j], scale[u][half][j & 1]);
 #pragma unroll
@@ -309,7 +309,7 @@ KERNEL int4_expand(const u8 *w, const u8 *scales, f16 *to, u32 n, u32 k, u32 gro
         Zeros z(load_zeros(p, at));
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
-            unpack(word_of(words, 2 * half + odd), z, a[odd]);
+            unpack(word_of(words, half + 2 * odd), z, a[odd]);
 #pragma unroll
             for (int j = 0; j < 4; j++) a[odd][j] = mul_half2(a[odd][j], (j & 1 ? both >> 16 : both & 0xffff) * 0x00010001u);
         }

@@ -1,7 +1,7 @@
 // 4-bit weights: w = (q - z) * s with q, z in 0..15 and a 16-bit s, shared by `group` columns (32, 64, 128...) of a row.
 //
 // Packing. W is cut into units of 16 rows and blocks of 64 columns; a unit's blocks follow each other, 512 bytes each: 16
-// bytes a lane (lane = 4 * group + pair), word i = 2*half + odd for one mma.m16n8k16. Its nibbles j and j + 4 are the lane's
+// bytes a lane (lane = 4 * group + pair), word i = half + 2*odd for one mma.m16n8k16. Its nibbles j and j + 4 are the lane's
 // fragment register a[j]: row group (j even) or group + 8 (j odd), columns c and c + 1 with
 // c = 32*half + 8*pair + 4*odd + 2*(j / 2). Nibble j is at bits 4j + 2, nibble j + 4 at 16 + 4j + 2, modulo 32. Then scales
 // [unit][group][8] words (rows r and r + 8), then zero points, if any, [unit][group][8] bytes (low nibble row r, high nibble

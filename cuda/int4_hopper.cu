@@ -1,5 +1,5 @@
-// Products with 4-bit weights on warpgroup products (sm_90a), for 9 rows and more: W dequantised into registers as the A
-// operand, x from shared memory as the B operand, so that a packed weight is read once for up to 128 rows.
+// Products with 4-bit weights on warpgroup products (sm_90a), for 9 to 64 rows: W dequantised into registers as the A
+// operand, x from shared memory as the B operand. More rows: int4_batch_hopper.cu.
 //
 // A thread block: 12 warps in three warpgroups, a unit of 16 rows of W each (192 rows: the shapes of the 9B cut by it fill 132
 // multiprocessors), by N rows of x, and a warpgroup that brings x. Stages of 128 columns: packed words go straight to
@@ -38,14 +38,6 @@ DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
                  "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
                  : F16(0), F16(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-                 "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-                 "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-                 "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
-                 "%56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-                 : F16(0), F16(16), F16(32), F16(48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
 
 // ---- clusters ----
 
@@ -79,9 +71,9 @@ template <int N> struct Ring {
     static constexpr u32 EACH = N / 8;                    // 16-byte chunks of a stage a thread of the x warpgroup brings
     static constexpr u32 BATCH = EACH < 4 ? EACH : 4;     // of them at a time
     static constexpr u32 PIECES = EACH / BATCH;
-    static constexpr u32 STAGES = N >= 128 ? 1 : N >= 64 ? 2 : 3; // a turn of the loop
+    static constexpr u32 STAGES = N >= 64 ? 2 : 3;        // a turn of the loop
     static constexpr u32 AHEAD = STAGES * PIECES;         // batches in flight
-    static constexpr u32 TOGETHER = N >= 128 ? 2 : 4;     // products that are waited for together
+    static constexpr u32 TOGETHER = 4;                    // products that are waited for together
 };
 
 // The x warpgroup: stages begin..end of rows row0.. into the ring. A thread brings 16 bytes of every 16th row; a row past the end
@@ -194,7 +186,7 @@ template <int N, int DEPTH, int SCALES> DEVICE void int4_wide(const Product &p) 
                     for (u32 k = 0; k < R::TOGETHER; k++) {
                         u32 of = SCALES == 1 ? 0 : (q + k) / 2;
                         u32 low = __byte_perm(w[i].scale[of], 0, 0x1010), high = __byte_perm(w[i].scale[of], 0, 0x3232);
-                        unpack(word_of(w[i].words[(q + k) / 4], (q + k) % 4), Zeros(w[i].zeros[of]), a[k]);
+                        unpack(word_of(w[i].words[(q + k) / 4], (q + k) % 4 / 2 + (q + k) % 2 * 2), Zeros(w[i].zeros[of]), a[k]);
                         a[k][0] = mul_half2(a[k][0], low), a[k][1] = mul_half2(a[k][1], high);
                         a[k][2] = mul_half2(a[k][2], low), a[k][3] = mul_half2(a[k][3], high);
                     }
@@ -273,5 +265,4 @@ template <int N, int DEPTH, int SCALES> DEVICE void int4_wide(const Product &p) 
 KERNEL_OF(int4_wide_16, 16, 4)
 KERNEL_OF(int4_wide_32, 32, 4)
 KERNEL_OF(int4_wide_64, 64, 3)
-KERNEL_OF(int4_wide_128, 128, 2)
 #endif

@@ -64,7 +64,7 @@ DEVICE u32 rotate_left(u32 word, u32 by) { return word << by | word >> (32 - by)
 KERNEL int4_pack_words(const __grid_constant__ Packed s, u32 *to) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)s.total * s.k / 8) return;
-    u32 lane = i >> 2 & 31, blocks = s.k / 64, half = i >> 1 & 1, odd = i & 1;
+    u32 lane = i >> 2 & 31, blocks = s.k / 64, half = i & 1, odd = i >> 1 & 1;
     u64 tile = i >> 7;
     u32 unit = tile / blocks, block = tile % blocks;
     u32 word = rotate_left(to[i], 30);

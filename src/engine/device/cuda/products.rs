@@ -10,6 +10,7 @@
 //! 4-bit matrices: [`int4`].
 
 mod int4;
+mod int4_batch;
 
 use self::int4::Int4Products;
 use super::batch_product::BatchProducts;
@@ -65,7 +66,7 @@ const HALF: u32 = 0;
 const FLOAT: u32 = 1;
 pub(super) const SILU: u32 = 2;
 pub(super) const PARTS: u32 = 3;
-/// cuBLASLt only.
+/// cuBLASLt and `int4_batch_*`.
 const RESIDUAL: u32 = 4;
 
 /// y = x Wᵀ for `rows` rows at `x`.
@@ -139,11 +140,15 @@ impl Products {
 
     /// Whether the product of so many rows takes [`Output::Residual`].
     pub fn adds(&self, rows: usize, w: &Matrix) -> bool {
-        rows >= ADD_ROWS
-            && self.library.is_some()
-            && w.format == MatrixFormat::F16
-            && w.rows.is_multiple_of(8)
-            && w.cols.is_multiple_of(8)
+        match w.format {
+            MatrixFormat::F16 => {
+                rows >= ADD_ROWS
+                    && self.library.is_some()
+                    && w.rows.is_multiple_of(8)
+                    && w.cols.is_multiple_of(8)
+            }
+            MatrixFormat::Int4 { .. } => self.int4.as_ref().is_some_and(|int4| int4.adds(rows)),
+        }
     }
 
     /// Lets cuBLASLt find the fastest algorithms for the 16-bit matrices of `uses` with up to `rows` rows. Returns how many

@@ -10,27 +10,48 @@ use crate::Result;
 pub struct TensorMap([u64; 16]);
 
 impl TensorMap {
-    /// Halves at `address`, boxes of `extent` of them swizzled by 128 bytes in shared memory, reads outside giving zeros. Sizes and
-    /// box are in elements, fastest dimension (contiguous) first; `strides`, in elements, are of the other three.
+    /// Halves at `address`, boxes of `extent` of them, of 128 or 64 bytes along the fastest dimension and swizzled by as many in
+    /// shared memory, reads outside giving zeros. Sizes and box are in elements, fastest dimension (contiguous) first;
+    /// `strides`, in elements, are of the other three.
     ///
     /// # Errors
     /// The driver's refusal, for strides or an address that are no multiple of 16 bytes or a box that is too large.
     pub fn halves(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
+        Self::new(FLOAT16, 2, address, sizes, strides, extent)
+    }
+
+    /// As [`Self::halves`], fp32.
+    pub fn floats(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
+        use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
+        Self::new(FLOAT32, 4, address, sizes, strides, extent)
+    }
+
+    fn new(
+        kind: sys::CUtensorMapDataType,
+        bytes: u32,
+        address: u64,
+        sizes: [u64; 4],
+        strides: [u64; 3],
+        extent: [u32; 4],
+    ) -> Result<Self> {
         use sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
         use sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;
         use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as PROMOTION;
-        use sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B as SWIZZLE;
+        use sys::CUtensorMapSwizzle_enum::{
+            CU_TENSOR_MAP_SWIZZLE_64B as SWIZZLE_64, CU_TENSOR_MAP_SWIZZLE_128B as SWIZZLE_128,
+        };
         #[repr(C, align(64))]
         struct Aligned([u64; 16]);
         let mut map = Aligned([0; 16]);
-        let (strides, steps) = (strides.map(|stride| 2 * stride), [1u32; 4]);
+        let (strides, steps) = (strides.map(|stride| u64::from(bytes) * stride), [1u32; 4]);
+        let swizzle = if extent[0] * bytes == 64 { SWIZZLE_64 } else { SWIZZLE_128 };
         // SAFETY: all arrays have the rank's length, and the map the size and alignment of CUtensorMap; no memory behind
         // `address` is touched.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
-                FLOAT16,
+                kind,
                 4,
                 address as *mut std::ffi::c_void,
                 sizes.as_ptr(),
@@ -38,7 +59,7 @@ impl TensorMap {
                 extent.as_ptr(),
                 steps.as_ptr(),
                 PLAIN,
-                SWIZZLE,
+                swizzle,
                 PROMOTION,
                 ZEROS,
             )
@@ -52,5 +73,10 @@ impl TensorMap {
     /// For [`super::launch::Arg::Struct`].
     pub fn words(&self) -> &[u64] {
         &self.0
+    }
+
+    /// As a field of a structure that a kernel takes.
+    pub fn into_words(self) -> [u64; 16] {
+        self.0
     }
 }

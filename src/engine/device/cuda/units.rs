@@ -166,13 +166,25 @@ pub const INT4_HOPPER: Unit = Unit {
     file: "int4_hopper.cu",
     source: include_str!("../../../../cuda/int4_hopper.cu"),
     defines: &[],
-    hot: &["int4_wide_16", "int4_wide_32", "int4_wide_64", "int4_wide_128"],
+    hot: &["int4_wide_16", "int4_wide_32", "int4_wide_64"],
     min_capability: 90,
     max_capability: 90,
 };
 
 /// The same for groups of less than 128 columns.
 pub const INT4_HOPPER_SMALL_GROUPS: Unit = Unit { defines: &[("GROUPS", "4")], ..INT4_HOPPER };
+
+pub const INT4_BATCH: Unit = Unit {
+    file: "int4_batch_hopper.cu",
+    source: include_str!("../../../../cuda/int4_batch_hopper.cu"),
+    defines: &[],
+    hot: &["int4_batch_64", "int4_batch_128", "int4_batch_256"],
+    min_capability: 90,
+    max_capability: 90,
+};
+
+/// The same for groups of less than 128 columns.
+pub const INT4_BATCH_SMALL_GROUPS: Unit = Unit { defines: &[("GROUP_SCALES", "4")], ..INT4_BATCH };
 
 pub const INT4_PACK: Unit = Unit {
     file: "int4_pack.cu",
@@ -190,6 +202,8 @@ pub const ALL: &[&Unit] = &[
     &INT4,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,
+    &INT4_BATCH,
+    &INT4_BATCH_SMALL_GROUPS,
     &INT4_PACK,
     &NORM,
     &DELTA,

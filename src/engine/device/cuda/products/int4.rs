@@ -1,12 +1,14 @@
-//! Products with 4-bit weights (cuda/int4.cu, cuda/int4_hopper.cu), and the choice among them.
+//! Products with 4-bit weights (cuda/int4.cu, cuda/int4_hopper.cu, cuda/int4_batch_hopper.cu), and the choice among them.
 //!
 //! | rows of x | product |
 //! |---|---|
 //! | 1 to 8 | `int4_stream_8*`: memory-bound, straight to registers |
 //! | 9 to `WIDE_ROWS` on Hopper | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
-//! | more | `int4_expand` and cuBLASLt, or without it `int4_tile_*` |
+//! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
+//! | more elsewhere | `int4_expand` and cuBLASLt, or without it `int4_tile_*` |
 
+use super::int4_batch::Int4BatchProducts;
 use super::{Job, Products, parts_for};
 use crate::engine::device::cuda::compile::Unit;
 use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
@@ -15,14 +17,17 @@ use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use crate::engine::device::cuda::units;
 use crate::{Error, Result};
 
-/// Rows up to which `int4_wide_*` are faster than expanding the matrix for cuBLASLt.
-const WIDE_ROWS: usize = 384;
+/// Rows up to which `int4_wide_*` are used, and above `int4_batch_*`.
+const WIDE_ROWS: usize = 64;
 /// Rows from which expanding is faster than reading the matrix once for each 32 rows.
 const EXPAND_ROWS: usize = 65;
+/// Rows from which `int4_batch_*` add to the residual stream: with fewer, a matrix as narrow as the stream has too few tiles to
+/// fill the GPU without parts of k.
+const ADD_ROWS: usize = 769;
 /// Rows of W that a thread block of `int4_wide_*` makes.
 const WIDE_TILE: usize = 192;
 /// Rows of x of `int4_wide_*`, in the order of their kernels.
-const WIDE_BATCH: [usize; 4] = [16, 32, 64, 128];
+const WIDE_BATCH: [usize; 3] = [16, 32, 64];
 /// `int4_stream_8` makes two units of 16 rows in a thread block; where the output takes no parts and units are fewer than this,
 /// its thread blocks are too few to end evenly, and `int4_stream_8_short` with a quarter of the work in each is faster.
 const FEW_UNITS: usize = 1024;
@@ -48,25 +53,21 @@ pub(super) struct Int4Products {
     /// To 16 and 32 rows.
     stream: [Kernel; 2],
     /// For groups of 128 and more, and for smaller ones.
-    wide: Option<[[Kernel; 4]; 2]>,
+    wide: Option<[[Kernel; 3]; 2]>,
+    batch: Option<Int4BatchProducts>,
     tile: [Kernel; 2],
     expand: Kernel,
-    /// fp16 room for the largest 4-bit matrix, with cuBLASLt.
+    /// fp16 room for the largest 4-bit matrix, where it is expanded for cuBLASLt.
     expanded: Option<DeviceBuffer>,
 }
 
 impl Int4Products {
-    /// With room to expand a matrix of `elements` (0: none is expanded). `portable`: none but kernels for every GPU.
+    /// With room to expand a matrix of `elements` (0: none is expanded), where that is done. `portable`: none but kernels for every GPU.
     pub fn new(gpu: &Gpu, elements: usize, portable: bool) -> Result<Self> {
         let unit = &units::INT4;
-        let wide = |unit: &'static Unit| -> Result<[Kernel; 4]> {
+        let wide = |unit: &'static Unit| -> Result<[Kernel; 3]> {
             let kernel = |name| gpu.kernel(unit, name);
-            Ok([
-                kernel("int4_wide_16")?,
-                kernel("int4_wide_32")?,
-                kernel("int4_wide_64")?,
-                kernel("int4_wide_128")?,
-            ])
+            Ok([kernel("int4_wide_16")?, kernel("int4_wide_32")?, kernel("int4_wide_64")?])
         };
         let hopper = !portable && units::INT4_HOPPER.supports(gpu.facts().capability);
         Ok(Self {
@@ -79,10 +80,16 @@ impl Int4Products {
             } else {
                 None
             },
+            batch: if hopper { Some(Int4BatchProducts::new(gpu)?) } else { None },
             tile: [gpu.kernel(unit, "int4_tile_64")?, gpu.kernel(unit, "int4_tile_128")?],
             expand: gpu.kernel(unit, "int4_expand")?,
-            expanded: if elements > 0 { Some(gpu.allocate(2 * elements as u64)?) } else { None },
+            expanded: if elements > 0 && !hopper { Some(gpu.allocate(2 * elements as u64)?) } else { None },
         })
+    }
+
+    /// Whether products of so many rows add to the residual stream themselves.
+    pub fn adds(&self, rows: usize) -> bool {
+        rows >= ADD_ROWS && self.batch.is_some()
     }
 }
 
@@ -104,8 +111,11 @@ impl Products {
             if rows <= 8 {
                 return self.int4_few(stream, int4, group, job);
             }
-            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= WIDE_ROWS || library.is_none()) {
+            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= WIDE_ROWS) {
                 return self.int4_wide(stream, &kernels[usize::from(group < 128)], job);
+            }
+            if let Some(batch) = &int4.batch {
+                return batch.launch(stream, job);
             }
             match library {
                 Some((library, expanded)) if rows >= EXPAND_ROWS => {
@@ -156,7 +166,7 @@ impl Products {
 
     /// # Safety
     /// As [`Self::launch`].
-    unsafe fn int4_wide(&self, stream: &Stream, kernels: &[Kernel; 4], job: Job) -> Result<usize> {
+    unsafe fn int4_wide(&self, stream: &Stream, kernels: &[Kernel; 3], job: Job) -> Result<usize> {
         let at = WIDE_BATCH.iter().position(|&batch| job.rows <= batch).unwrap_or(WIDE_BATCH.len() - 1);
         let batch = WIDE_BATCH[at];
         let tiles = [job.rows.div_ceil(batch), job.w.rows.div_ceil(WIDE_TILE)];

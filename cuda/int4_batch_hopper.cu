@@ -1,0 +1,441 @@
+// Products of many rows with 4-bit weights on warpgroup products (sm_90a): y[rows, n] = x[rows, k] W[n, k]^T.
+//
+// W is the A operand, dequantised by each warp into its registers, 16 rows a warp; N rows of x are the B operand, in shared memory.
+// So a weight passes through shared memory in its 4 bits and is dequantised once for N rows of x.
+//
+// A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring, 128 columns of k a step: a thread asks the
+// copy engine for x (128-byte swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, 128-byte swizzle
+// too), a warp brings the scales and zero points. Two blocks of a cluster take neighbouring tiles of W and half of x each,
+// for both. Blocks go from tile to tile; the ring is filled for the next one while sums leave through shared memory.
+//
+// Fragments against the packing (int4.cuh): there a lane holds eight neighbouring columns, here x lies in its own order, so
+// lane (group, pair) needs columns 2 * pair, + 1, + 8, + 9 of each 16. It reads words of four lanes, whose swizzled places
+// meet no bank twice, and turns the half it wants to the front.
+//
+// Scales are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint. SCALES: scales of 128 columns, 1 for
+// groups of as many and more, 4 for smaller ones.
+#include "cluster.cuh"
+#include "int4.cuh"
+#include "wgmma.cuh"
+
+#define OUTPUT_RESIDUAL 4 // fp32, added to what is there
+
+struct Int4Batch {
+    TensorMap w; // packed words as halves: [units][rows of 128 bytes][64], boxes of a block's units by 4 rows for each 64 columns
+    TensorMap x; // [rows, k], boxes of N / CLUSTER rows by 64 columns
+    TensorMap y; // [parts][rows][columns], boxes of 64 columns of fp16 (32 with silu) by N rows, of 32 columns of fp32 by N / 2
+    const u8 *scales;
+    const float *bias;
+    u32 n, k, shift;       // groups of 1 << shift columns
+    u32 zero_points;
+    u32 output, parts;
+    u32 w_tiles, x_tiles;  // w_tiles: of all blocks of a cluster together
+    u32 unused[4];
+};
+
+// Tiles of x that are gone through for one tile of W after the other, so that both stay in the L2.
+#define BAND 8
+
+template <int N, int GROUPS, int SCALES> struct Ring {
+    static constexpr u32 BLOCKS = N <= 128 ? 2 : 1; // of 64 columns in a slot
+    static constexpr u32 UNITS = 4 * GROUPS, SETS = SCALES == 1 ? 1 : 2 * BLOCKS; // of scales, for a unit
+    static constexpr u32 X = N * 128, W = UNITS * BLOCKS * 512, S = UNITS * SETS * 40; // bytes of a slot, of X for each block
+    static constexpr u32 OUT = N * 128;                                                // and of a warpgroup's output
+    static constexpr u32 ROOM = (227 << 10) - 256 - GROUPS * OUT, SLOT = X * BLOCKS + W + S;
+    static constexpr u32 SLOTS = ROOM / SLOT < 16 ? ROOM / SLOT : 16;
+    static constexpr u32 AT_W = SLOTS * X * BLOCKS, AT_OUT = AT_W + SLOTS * W, AT_S = AT_OUT + GROUPS * OUT,
+                         AT_BARRIERS = AT_S + SLOTS * S;
+};
+
+// ---- d[64xN] += a[64x16] b[Nx16]^T; a in registers, b in shared memory with the 16 contiguous ----
+
+#define NAMES_128 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
+    "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+    "%124, %125, %126, %127"
+#define MULTIPLY(N, NAMES, A, B, ...)                                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;"          \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
+    MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", WGMMA_32(0));
+}
+DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
+    MULTIPLY(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", WGMMA_32(0), WGMMA_32(32));
+}
+DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
+    MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
+}
+
+// ---- shared memory ----
+
+DEVICE u32 load_shared(u32 address) {
+    u32 out;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
+    return out;
+}
+DEVICE uint2 load_shared2(u32 address) {
+    uint2 out;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(address) : "memory");
+    return out;
+}
+DEVICE u32 load_shared_byte(u32 address) {
+    u32 out;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
+    return out;
+}
+DEVICE void store_shared(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+// 8x8 matrices of halves, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void copy_async_8(u32 to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives on the barrier when this thread's copies so far have landed.
+DEVICE void copy_async_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- boxes from shared memory to a tensor; what lies outside it is left out ----
+
+DEVICE void store_box(const TensorMap *map, u32 from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+DEVICE void add_box(const TensorMap *map, u32 from, int x, int y, int z, int w) {
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until shared memory may be written again.
+DEVICE void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// An address of this block's shared memory, in block `rank` of the cluster, and an arrival there.
+DEVICE u32 address_in_block(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+DEVICE void barrier_arrive_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+template <int Count> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
+template <int Count> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
+
+// As silu(), the division to two units in the last place.
+DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// ---- tiles ----
+
+struct Tile {
+    u32 w, x, part, begin, count; // w: of this block; steps begin.. of 128 columns
+};
+template <int CLUSTER> DEVICE Tile tile_at(const Int4Batch &p, u32 t) {
+    Tile tile;
+    tile.part = t % p.parts, t /= p.parts;
+    u32 band = t / (BAND * p.w_tiles), in_band = min(p.x_tiles - band * BAND, (u32)BAND);
+    t -= band * BAND * p.w_tiles;
+    tile.x = band * BAND + t % in_band;
+    tile.w = t / in_band * CLUSTER + (CLUSTER > 1 ? cluster_rank() : 0);
+    u32 steps = (p.k + 127) / 128;
+    tile.begin = steps * tile.part / p.parts, tile.count = steps * (tile.part + 1) / p.parts - tile.begin;
+    return tile;
+}
+#define FOR_TILES(t) for (u32 t = blockIdx.x / CLUSTER, tiles = p.w_tiles * p.x_tiles * p.parts; t < tiles; t += gridDim.x / CLUSTER)
+
+template <u32 SLOTS> struct Place {
+    u32 slot, phase;
+    __device__ __forceinline__ Place(u32 first) : slot(0), phase(first) {}
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+};
+
+// ---- the thread that asks for x and the words ----
+
+template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void ask(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+    typedef Ring<N, GROUPS, SCALES> R;
+    Place<R::SLOTS> at(1);
+    u32 bytes = R::BLOCKS * R::X + R::W, rank = CLUSTER > 1 ? cluster_rank() : 0, early = 0;
+    // Columns past the end are zeros.
+    auto ask_w = [&](const Tile &tile, u32 block, u32 slot) {
+        barrier_expect(full + 8 * slot, bytes);
+        copy_box(base + R::AT_W + slot * R::W, &p.w, 0, block * 4, tile.w * R::UNITS, 0, full + 8 * slot);
+    };
+    FOR_TILES(t) {
+        Tile tile = tile_at<CLUSTER>(p, t);
+        u32 first = tile.begin * 2, count = tile.count * 2 / R::BLOCKS;
+        if (t < gridDim.x / CLUSTER) { // before the previous kernel has ended
+            early = min(R::SLOTS, count);
+            for (u32 i = 0; i < early; i++) ask_w(tile, first + i * R::BLOCKS, i);
+            wait_for_previous_kernel();
+        }
+        for (u32 i = 0; i < count; i++, at.next()) {
+            barrier_wait(empty + 8 * at.slot, at.phase);
+            if (early > 0) early--;
+            else ask_w(tile, first + i * R::BLOCKS, at.slot);
+#pragma unroll
+            for (u32 block = 0; block < R::BLOCKS; block++) {
+                u32 to = base + (at.slot * R::BLOCKS + block) * R::X + rank * (R::X / CLUSTER);
+                u32 column = (first + i * R::BLOCKS + block) * 64, row = tile.x * N + rank * (N / CLUSTER);
+                if (CLUSTER > 1) copy_box_to_all(to, &p.x, column, row, 0, 0, full + 8 * at.slot, CLUSTER);
+                else copy_box(to, &p.x, column, row, 0, 0, full + 8 * at.slot);
+            }
+        }
+    }
+}
+
+// ---- the warp that brings scales and zero points: [unit][set][8] words, then [unit][set][8] bytes ----
+
+template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void bring_scales(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+    typedef Ring<N, GROUPS, SCALES> R;
+    Place<R::SLOTS> at(1);
+    u32 lane = threadIdx.x & 31, groups = p.k >> p.shift, units = p.n / UNIT;
+    const u8 *zeros = p.scales + (u64)p.n * groups * 2;
+    FOR_TILES(t) {
+        Tile tile = tile_at<CLUSTER>(p, t);
+        for (u32 i = 0; i < tile.count * 2 / R::BLOCKS; i++, at.next()) {
+            u32 to = base + R::AT_S + at.slot * R::S, block = tile.begin * 2 + i * R::BLOCKS;
+            // Rows and columns past the end: others, never stored or multiplied by zeros.
+            auto from = [&](u32 j) {
+                u32 unit = min(tile.w * R::UNITS + j / R::SETS, units - 1);
+                u32 group = SCALES == 1 ? block >> (p.shift - 6) : min((block * 2 + j % R::SETS) >> (p.shift - 5), groups - 1);
+                return (u64)unit * groups + group;
+            };
+            barrier_wait(empty + 8 * at.slot, at.phase);
+            if (R::BLOCKS == 2 || SCALES > 1 || i % 2 == 0) { // else those of the slot before
+#pragma unroll
+                for (u32 j = lane; j < R::UNITS * R::SETS * 2; j += 32) copy_async_16(to + j * 16, p.scales + from(j / 2) * 32 + j % 2 * 16);
+                if (p.zero_points) {
+#pragma unroll
+                    for (u32 j = lane; j < R::UNITS * R::SETS; j += 32) copy_async_8(to + R::UNITS * R::SETS * 32 + j * 8, zeros + from(j) * 8);
+                }
+            }
+            copy_async_arrive(full + 8 * at.slot);
+        }
+    }
+}
+
+// ---- the warpgroups that multiply ----
+
+// Where a lane finds what it dequantises, in slot 0.
+struct Lane {
+    u32 words, scales, zeros; // addresses; words of both halves together
+    u32 turn;                 // brings the lane's half of a word to the front
+    bool zero_points;
+};
+
+// Scales, twice in a word, and zero points of rows group and group + 8.
+struct Group {
+    u32 low, high;
+    Zeros zeros;
+};
+template <class R> DEVICE Group load_group(const Lane &lane, u32 slot, u32 set) {
+    u32 scale = load_shared(lane.scales + slot * R::S + set * 32);
+    u32 zeros = lane.zero_points ? load_shared_byte(lane.zeros + slot * R::S + set * 8) : 0x88u;
+    return {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232), Zeros(zeros)};
+}
+
+// The fragments of block `block` of 64 columns of a slot, of whose halves the groups are given.
+template <class R> DEVICE void dequantise(u32 (&a)[4][4], const Lane &lane, u32 slot, u32 block, const Group &first, const Group &last) {
+    // A unit is four rows of 128 bytes a block.
+    u32 words = (lane.words ^ block * 64) + slot * R::W + block * 512;
+#pragma unroll
+    for (u32 c = 0; c < 4; c++) { // the lanes that hold columns 8 * c.. of each half
+        uint2 both = load_shared2(words ^ c * 16);
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const Group &of = half ? last : first;
+            u32 word = __byte_perm(half ? both.y : both.x, 0, lane.turn);
+            u32(&to)[4] = a[half * 2 + c / 2];
+            to[c % 2 * 2] = mul_half2(sub_half2(lop_and_or(word, 0x003c003cu, 0x5c005c00u), of.zeros.low), of.low);
+            to[c % 2 * 2 + 1] = mul_half2(sub_half2(lop_and_or(word, 0x03c003c0u, 0x4c004c00u), of.zeros.high), of.high);
+        }
+    }
+}
+
+// A warpgroup's sums to y, by way of `out`, N * 128 bytes of shared memory, in the swizzle of y's boxes.
+template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], u32 out) {
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, w = warp & 3, wg = warp >> 2, group = lane >> 2, pair = lane & 3;
+    bool leader = w == 0 && lane == 0;
+    auto together = [&] { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); };
+    auto begin = [&] { // the copy engine has read what was there
+        if (leader) store_wait_read();
+        together();
+    };
+    auto end = [&] {
+        shared_write_fence();
+        together();
+    };
+    u32 column = tile.w * UNITS * UNIT + wg * 64;
+    int row = tile.x * N;
+    if (p.bias) {
+        u32 n0 = (tile.w * UNITS + warp) * UNIT + group;
+        float low = n0 < p.n ? p.bias[n0] : 0.0f, high = n0 < p.n ? p.bias[n0 + 8] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) acc[i] += i & 2 ? high : low;
+    }
+    if (p.output == OUTPUT_HALF) {
+        begin();
+        u32 to = out + ((lane >> 4) * 8 + (lane & 7)) * 128 + ((2 * w + (lane >> 3 & 1)) ^ (lane & 7)) * 16;
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 2) {
+            const float *v = acc + 4 * j;
+            store_matrix_x4(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]), pack_half2(v[6], v[7]));
+        }
+        end();
+        if (leader) store_box(&p.y, out, column, row, tile.part, 0), store_commit();
+    } else if (p.output == OUTPUT_SILU) {
+        begin();
+        u32 to = out + lane * 64 + (w ^ (lane >> 1 & 3)) * 16;
+        u32 gated[N / 8];
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+            gated[j] = pack_half2(silu_fast(acc[4 * j]) * acc[4 * j + 2], silu_fast(acc[4 * j + 1]) * acc[4 * j + 3]);
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 4) store_matrix_x4(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
+        end();
+        if (leader) store_box(&p.y, out, column / 2, row, tile.part, 0), store_commit();
+    } else { // half of the rows at a time, 32 columns a box
+        constexpr u32 BOX = N / 2 * 128;
+        u32 to[4]; // rows 2 * pair (+ 1), columns group (+ 8)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 r = 2 * pair + (i & 1), c = (w & 1) * 16 + group + (i >> 1) * 8;
+            to[i] = out + (w >> 1) * BOX + r * 128 + ((c >> 2) ^ r) * 16 + (c & 3) * 4;
+        }
+#pragma unroll
+        for (int round = 0; round < 2; round++) {
+            begin();
+#pragma unroll
+            for (int j = 0; j < N / 16; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) store_shared(to[i] + j * 1024, acc[4 * (round * (N / 16) + j) + i]);
+            end();
+            if (!leader) continue;
+#pragma unroll
+            for (u32 box = 0; box < 2; box++) {
+                u32 from = out + box * BOX, x = column + 32 * box, z = row + round * (N / 2);
+                if (p.output == OUTPUT_RESIDUAL) add_box(&p.y, from, x, z, tile.part, 0);
+                else store_box(&p.y, from, x, z, tile.part, 0);
+            }
+            store_commit();
+        }
+    }
+}
+
+template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+    typedef Ring<N, GROUPS, SCALES> R;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
+    Lane mine;
+    // The words of chunk c of 16 bytes are at words ^ 16 * c: chunk (group & 1) * 4 + c of row group / 2, swizzled.
+    u32 swizzled = R::BLOCKS == 2 ? group & 1 : (group ^ warp) & 1;
+    mine.words = base + R::AT_W + warp * (R::BLOCKS * 512) + (group >> 1) * 128 + swizzled * 64 + (group >> 1) * 16 + (pair >> 1) * 8;
+    mine.scales = base + R::AT_S + warp * R::SETS * 32 + group * 4;
+    mine.zeros = base + R::AT_S + R::UNITS * R::SETS * 32 + warp * R::SETS * 8 + group;
+    mine.turn = pair & 1 ? 0x0321 : 0x3210;
+    mine.zero_points = p.zero_points;
+    const u64 rows = descriptor_rows(base);
+    // A lane for each block of the cluster says that this warp is done with a slot.
+    u32 release_at = address_in_block(empty, lane < CLUSTER ? lane : 0);
+    auto release = [&](u32 slot) {
+        if (lane < CLUSTER) barrier_arrive_cluster(release_at + 8 * slot);
+    };
+    Place<R::SLOTS> at(0);
+    float acc[N / 2];
+    u32 a[2][4][4];
+    Group first = {0, 0, Zeros(0)}, last = first;
+    // Fragments of half a step from block `block` of a slot.
+    auto prepare = [&](u32(&to)[4][4], u32 half, u32 slot, u32 block) {
+        if (SCALES == 1) {
+            if (half == 0) first = load_group<R>(mine, slot, 0);
+            dequantise<R>(to, mine, slot, block, first, first);
+        } else {
+            first = load_group<R>(mine, slot, 2 * block), last = load_group<R>(mine, slot, 2 * block + 1);
+            dequantise<R>(to, mine, slot, block, first, last);
+        }
+    };
+    auto multiply_block = [&](const u32(&a)[4][4], u32 slot, u32 block) {
+        u64 b = rows + (slot * R::BLOCKS + block) * (R::X / 16);
+        wgmma_fence();
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) multiply(acc, a[q], b + 2 * q);
+        wgmma_commit();
+    };
+    FOR_TILES(t) {
+        Tile tile = tile_at<CLUSTER>(p, t);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
+        u32 second = 0;
+        barrier_wait(full + 8 * at.slot, at.phase);
+        prepare(a[0], 0, at.slot, 0);
+        for (u32 i = 0; i < tile.count; i++) {
+            u32 slot = at.slot;
+            multiply_block(a[0], slot, 0);
+            if (R::BLOCKS == 1) {
+                at.next();
+                barrier_wait(full + 8 * at.slot, at.phase);
+            }
+            wgmma_wait<1>(); // the step before is done
+            if (i > 0) release(second);
+            second = at.slot;
+            prepare(a[1], 1, second, R::BLOCKS - 1);
+            multiply_block(a[1], second, R::BLOCKS - 1);
+            at.next();
+            if (i + 1 < tile.count) barrier_wait(full + 8 * at.slot, at.phase);
+            wgmma_wait<1>();
+            if (R::BLOCKS == 1) release(slot);
+            if (i + 1 < tile.count) prepare(a[0], 0, at.slot, 0);
+        }
+        wgmma_wait<0>();
+        hold(acc);
+        release(second);
+        put<N, R::UNITS>(p, tile, acc, base + R::AT_OUT + (warp >> 2) * R::OUT);
+    }
+    if ((threadIdx.x & 127) == 0) store_wait();
+}
+
+template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void int4_batch(const Int4Batch &p) {
+    typedef Ring<N, GROUPS, SCALES> R;
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared), full = base + R::AT_BARRIERS, empty = full + 8 * R::SLOTS;
+    u32 warp = threadIdx.x >> 5;
+    if (threadIdx.x == 32) prefetch_map(&p.w), prefetch_map(&p.x), prefetch_map(&p.y);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < R::SLOTS; i++) barrier_init(full + 8 * i, 1 + 32), barrier_init(empty + 8 * i, CLUSTER * 4 * GROUPS);
+        barrier_init_fence();
+    }
+    if (CLUSTER > 1) cluster_sync();
+    else __syncthreads();
+    let_next_kernel_start();
+    if (warp >= 4 * GROUPS) {
+        give_registers<GROUPS == 3 ? 56 : 40>();
+        if (warp == 4 * GROUPS) {
+            if ((threadIdx.x & 31) == 0) ask<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+            __syncwarp();
+        } else if (warp == 4 * GROUPS + 1) {
+            bring_scales<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+        }
+    } else {
+        take_registers<GROUPS == 3 ? 152 : 232>();
+        wait_for_previous_kernel();
+        multiply_tiles<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+    }
+    if (CLUSTER > 1) cluster_sync(); // no block leaves while the other one writes to it
+}
+
+#ifndef GROUP_SCALES
+#define GROUP_SCALES 1
+#endif
+#define KERNEL_OF(name, n, groups, cluster)                                                                         \
+    extern "C" __global__ void __launch_bounds__(128 * groups + 128, 1) name(const __grid_constant__ Int4Batch p) { \
+        int4_batch<n, groups, cluster, GROUP_SCALES>(p);                                                            \
+    }
+KERNEL_OF(int4_batch_64, 64, 3, 1)
+KERNEL_OF(int4_batch_128, 128, 3, 2)
+KERNEL_OF(int4_batch_256, 256, 2, 2)

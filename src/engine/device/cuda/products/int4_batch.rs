@@ -1,0 +1,250 @@
+//! Launches of the products of many rows with 4-bit weights on Hopper (cuda/int4_batch_hopper.cu), and how each is cut into
+//! tiles.
+
+use super::{HALF, Job, PARTS, SILU, cost, destination};
+use crate::engine::device::cuda::compile::Unit;
+use crate::engine::device::cuda::driver::plain::Plain;
+use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
+use crate::engine::device::cuda::launch::{Arg, Launch, Stream, bytes_of};
+use crate::engine::device::cuda::matrix::{MatrixFormat, Output};
+use crate::engine::device::cuda::tensor_map::TensorMap;
+use crate::engine::device::cuda::units;
+use crate::{Error, Result};
+
+/// Columns of k in a step of the kernels.
+const STEP_COLUMNS: usize = 128;
+/// Groups of at least so many columns have one scale a step (GROUP_SCALES 1 of the kernels).
+const LARGE_GROUP: usize = 128;
+/// Shared memory of a block without its barriers, as `ROOM` of the kernels.
+const ROOM_BYTES: usize = (227 << 10) - 256;
+/// Bytes a nanosecond of sums in parts, written and read again.
+const PART_BYTES_PER_NS: usize = 4200;
+
+/// One kernel, and what its tiles were measured to take (on an H200; how the kernels compare is what counts).
+#[derive(Debug)]
+struct Shape {
+    name: &'static str,
+    /// Rows of x in a tile.
+    batch: usize,
+    /// Warpgroups, of 64 rows of W each.
+    groups: usize,
+    /// Blocks of a cluster, which take neighbouring tiles of W.
+    cluster: usize,
+    /// A step of a tile, and what a tile takes besides.
+    step_ns: usize,
+    tile_ns: usize,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape { name: "int4_batch_64", batch: 64, groups: 3, cluster: 1, step_ns: 670, tile_ns: 3000 },
+    Shape { name: "int4_batch_128", batch: 128, groups: 3, cluster: 2, step_ns: 1100, tile_ns: 3000 },
+    Shape { name: "int4_batch_256", batch: 256, groups: 2, cluster: 2, step_ns: 1360, tile_ns: 3000 },
+];
+
+impl Shape {
+    /// Rows of W that the blocks of a cluster take together.
+    fn rows(&self) -> usize {
+        64 * self.groups * self.cluster
+    }
+
+    fn threads(&self) -> u32 {
+        128 * (self.groups as u32 + 1)
+    }
+
+    /// Blocks of 64 columns in a slot of the ring.
+    fn blocks(&self) -> usize {
+        if self.batch <= 128 { 2 } else { 1 }
+    }
+
+    /// The ring, the output of each warpgroup, and the barriers: `Ring` of the kernels.
+    fn shared_bytes(&self, large_groups: bool) -> usize {
+        let units = 4 * self.groups;
+        let sets = if large_groups { 1 } else { 2 * self.blocks() };
+        let slot = self.blocks() * (128 * self.batch + 512 * units) + 40 * units * sets;
+        let out = self.groups * 128 * self.batch;
+        let slots = ((ROOM_BYTES - out) / slot).min(16);
+        slots * slot + out + 16 * slots
+    }
+}
+
+/// `Int4Batch` of cuda/int4_batch_hopper.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Arguments {
+    w: [u64; 16],
+    x: [u64; 16],
+    y: [u64; 16],
+    scales: u64,
+    bias: u64,
+    n: u32,
+    k: u32,
+    shift: u32,
+    zero_points: u32,
+    output: u32,
+    parts: u32,
+    w_tiles: u32,
+    x_tiles: u32,
+    /// What the alignment of the maps, 64 bytes, adds to the structure.
+    unused: [u32; 4],
+}
+
+// SAFETY: integers only, and each field begins where the one before it ends: no padding.
+unsafe impl Plain for Arguments {}
+
+/// A product's kernel, tiles and parts of k.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    shape: usize,
+    w_tiles: usize,
+    x_tiles: usize,
+    parts: usize,
+}
+
+/// The fastest cut of W [n, k] for `rows` rows, by the time its tiles take.
+fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiprocessors: usize) -> Cut {
+    let steps = k.div_ceil(STEP_COLUMNS);
+    let cuts = SHAPES.iter().enumerate().flat_map(|(index, shape)| {
+        let (w_tiles, x_tiles) = (n.div_ceil(shape.rows()), rows.div_ceil(shape.batch));
+        (1..=max_parts.min(steps)).map(move |parts| {
+            let waves = (w_tiles * x_tiles * parts).div_ceil(multiprocessors / shape.cluster);
+            let tiles = waves * (steps.div_ceil(parts) * shape.step_ns + shape.tile_ns);
+            let sums = if max_parts > 1 { 8 * parts * rows * n / PART_BYTES_PER_NS } else { 0 };
+            (tiles + sums, Cut { shape: index, w_tiles, x_tiles, parts })
+        })
+    });
+    cuts.min_by_key(|(time, _)| *time)
+        .map_or(Cut { shape: 0, w_tiles: 1, x_tiles: 1, parts: 1 }, |(_, cut)| cut)
+}
+
+pub(super) struct Int4BatchProducts {
+    /// For groups of [`LARGE_GROUP`] and more, and for smaller ones.
+    kernels: [[Kernel; 3]; 2],
+    multiprocessors: usize,
+}
+
+impl Int4BatchProducts {
+    pub fn new(gpu: &Gpu) -> Result<Self> {
+        let kernels = |unit: &'static Unit| -> Result<[Kernel; 3]> {
+            let kernel = |shape: &Shape| gpu.kernel(unit, shape.name);
+            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?])
+        };
+        Ok(Self {
+            kernels: [kernels(&units::INT4_BATCH)?, kernels(&units::INT4_BATCH_SMALL_GROUPS)?],
+            multiprocessors: gpu.facts().multiprocessors as usize,
+        })
+    }
+
+    /// Queues the product, any output. Returns the parts written.
+    ///
+    /// # Safety
+    /// As [`super::Products::launch`].
+    pub unsafe fn launch(&self, stream: &Stream, job: Job) -> Result<usize> {
+        let Job { x, rows, w, output } = job;
+        let MatrixFormat::Int4 { group, zero_points } = w.format else {
+            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+        };
+        let max_parts = if let Output::Partials { max_parts, .. } = output { max_parts } else { 1 };
+        let cut = cut(rows, w.rows, w.cols, max_parts, self.multiprocessors);
+        let shape = &SHAPES[cut.shape];
+        let large_groups = group >= LARGE_GROUP;
+        let (kind, y, stride, part_stride, _) = destination(w, output);
+        let arguments = Arguments {
+            w: packed_map(shape, w.weights.pointer(), w.rows, w.cols)?,
+            x: rows_map(shape, x, rows, w.cols)?,
+            y: output_map(shape, kind, y, [w.rows, rows, cut.parts], stride, part_stride)?,
+            scales: w.scales.as_ref().map_or(0, DeviceBuffer::pointer),
+            bias: w.bias.as_ref().map_or(0, DeviceBuffer::pointer),
+            n: w.rows as u32,
+            k: w.cols as u32,
+            shift: group.ilog2(),
+            zero_points: u32::from(zero_points),
+            output: kind,
+            parts: cut.parts as u32,
+            w_tiles: cut.w_tiles as u32,
+            x_tiles: cut.x_tiles as u32,
+            unused: [0; 4],
+        };
+        // Every block takes tiles in turn, as many blocks as there are multiprocessors.
+        let clusters = (cut.w_tiles * cut.x_tiles * cut.parts).min(self.multiprocessors / shape.cluster);
+        let launch = Launch::new((clusters * shape.cluster) as u32, shape.threads())
+            .shared(shape.shared_bytes(large_groups) as u32)
+            .cluster(shape.cluster as u32)
+            .overlapping();
+        let launch = Launch { cost: cost(job, cut.parts), ..launch };
+        let kernel = &self.kernels[usize::from(!large_groups)][cut.shape];
+        // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
+        unsafe { stream.launch(kernel, launch, &[Arg::Struct(bytes_of(&[arguments]))])? };
+        Ok(cut.parts)
+    }
+}
+
+/// The packed words [n, k]: units of 16 rows, of them four rows of 128 bytes for each 64 columns.
+fn packed_map(shape: &Shape, at: u64, n: usize, k: usize) -> Result<[u64; 16]> {
+    let (units, lines) = (n as u64 / 16, k as u64 / 16);
+    let extent = [64, 4 * shape.blocks() as u32, 4 * shape.groups as u32, 1];
+    Ok(TensorMap::halves(at, [64, lines, units, 1], [64, 64 * lines, 64 * lines * units], extent)?
+        .into_words())
+}
+
+/// x [rows, k].
+fn rows_map(shape: &Shape, at: u64, rows: usize, k: usize) -> Result<[u64; 16]> {
+    let (rows, k) = (rows as u64, k as u64);
+    let extent = [64, (shape.batch / shape.cluster) as u32, 1, 1];
+    Ok(TensorMap::halves(at, [k, rows, 1, 1], [k, k * rows, k * rows], extent)?.into_words())
+}
+
+/// y, fp16 or fp32, [parts, rows, n or with silu half of it].
+fn output_map(
+    shape: &Shape,
+    kind: u32,
+    at: u64,
+    [n, rows, parts]: [usize; 3],
+    stride: usize,
+    part_stride: usize,
+) -> Result<[u64; 16]> {
+    let columns = if kind == SILU { n / 2 } else { n } as u64;
+    let far = if kind == PARTS { part_stride } else { stride * rows } as u64;
+    let sizes = [columns, rows as u64, parts as u64, 1];
+    let strides = [stride as u64, far, far * parts as u64];
+    let (batch, half_batch) = (shape.batch as u32, shape.batch as u32 / 2);
+    let map = match kind {
+        HALF => TensorMap::halves(at, sizes, strides, [64, batch, 1, 1])?,
+        SILU => TensorMap::halves(at, sizes, strides, [32, batch, 1, 1])?,
+        _ => TensorMap::floats(at, sizes, strides, [32, half_batch, 1, 1])?,
+    };
+    Ok(map.into_words())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_agree_with_the_kernels() {
+        assert_eq!(size_of::<Arguments>() % 64, 0);
+        for shape in &SHAPES {
+            for large_groups in [true, false] {
+                assert!(shape.shared_bytes(large_groups) <= 227 << 10, "{shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn cuts_fill_the_gpu() {
+        let name = |rows, n, k, max_parts| {
+            let cut = cut(rows, n, k, max_parts, 132);
+            (SHAPES[cut.shape].batch, cut.w_tiles * cut.x_tiles * cut.parts, cut.parts)
+        };
+        // The 9B: delta-net input, gate and up, down, mixer output.
+        assert_eq!(name(128, 12288, 4096, 1), (64, 128, 1));
+        assert_eq!(name(128, 24576, 4096, 1), (128, 64, 1));
+        assert_eq!(name(128, 4096, 12288, 8), (128, 66, 6));
+        assert_eq!(name(256, 12288, 4096, 1), (128, 64, 1));
+        assert_eq!(name(256, 24576, 4096, 1), (128, 128, 1));
+        for n in [12288, 24576, 4096] {
+            assert_eq!(name(8192, n, 4096, 1).0, 256);
+        }
+        // Smaller than a tile, and less than a step for each part.
+        assert_eq!(name(65, 16, 64, 8).2, 1);
+    }
+}
