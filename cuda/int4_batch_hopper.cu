@@ -18,8 +18,6 @@
 #include "int4.cuh"
 #include "wgmma.cuh"
 
-#define OUTPUT_RESIDUAL 4 // fp32, added to what is there
-
 struct Int4Batch {
     TensorMap w; // packed words as halves: [units][rows of 128 bytes][64], boxes of a block's units by 4 rows for each 64 columns
     TensorMap x; // [rows, k], boxes of N / CLUSTER rows by 64 columns
@@ -123,9 +121,6 @@ DEVICE u32 address_in_block(u32 address, u32 rank) {
 DEVICE void barrier_arrive_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-
-template <int Count> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
-template <int Count> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
 
 // As silu(), the division to two units in the last place.
 DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

@@ -56,8 +56,6 @@ DEVICE float4 load_from_block(u32 address, u32 rank) {
 
 #define X_REGISTERS 88
 #define W_REGISTERS 136 // 4 * 88 + 12 * 136 is less than 16 * 128
-template <int Count> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count)); }
-template <int Count> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count)); }
 
 // Packed words of 128 columns, and what scales them.
 template <int SCALES> struct Words {

@@ -32,12 +32,6 @@ struct Tables {
 #define TURN 1
 #define GROUP 3
 
-DEVICE void named_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-DEVICE void named_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-
-template <int Registers> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers)); }
-template <int Registers> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers)); }
-
 // Address of 16-byte unit `unit` of row `row` in a tile whose panels of 64 halves are `panel` bytes apart, swizzled by 128 bytes.
 DEVICE u32 unit_address(u32 base, u32 panel, int row, int unit) {
     return base + (u32)(unit / 8 * panel + row * 128 + ((unit ^ row) & 7) * 16);

@@ -16,6 +16,14 @@ DEVICE u64 descriptor_rows(u32 address) { return descriptor(address, 16, 1024); 
 // The summed dimension runs over rows, the other is contiguous over panels `panel_bytes` apart.
 DEVICE u64 descriptor_columns(u32 address, u32 panel_bytes) { return descriptor(address, panel_bytes, 1024); }
 
+// Named barriers of a block, of so many threads (0 is that of __syncthreads): arriving waits for nobody.
+DEVICE void named_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+// Moves registers between warpgroups, executed by all of a warpgroup: what some give, others may take.
+template <int Registers> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers)); }
+template <int Registers> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers)); }
+
 // Before the first product of a batch, and after registers of its operands were written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -123,3 +131,14 @@ DEVICE void wgmma_batch(float (&d)[8], u64 a, u64 b) { WGMMA_BATCH(16, WGMMA_NAM
 DEVICE void wgmma_batch(float (&d)[16], u64 a, u64 b) { WGMMA_BATCH(32, WGMMA_NAMES_16, "%16", "%17", WGMMA_8(0), WGMMA_8(8)); }
 DEVICE void wgmma_batch(float (&d)[32], u64 a, u64 b) { WGMMA_BATCH(64, WGMMA_NAMES_32, "%32", "%33", WGMMA_32(0)); }
 DEVICE void wgmma_batch(float (&d)[64], u64 a, u64 b) { WGMMA_BATCH(128, WGMMA_NAMES_64, "%64", "%65", WGMMA_32(0), WGMMA_32(32)); }
+
+// d[64xN] (+)= a[64x16] b[Nx16]^T for N = 2 * (length of d); a and b as above. `accumulate` false starts from zero.
+#define WGMMA_NAMES_96 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_ROWS(N, NAMES, A, B, ACCUMULATE, ...)                                                                       \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
+                 "k16.f32.f16.f16 {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;}"                                             \
+                 : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)accumulate))
+DEVICE void wgmma_rows(float (&d)[96], u64 a, u64 b, bool accumulate) {
+    WGMMA_ROWS(192, WGMMA_NAMES_96, "%96", "%97", "%98", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64));
+}

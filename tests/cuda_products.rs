@@ -132,6 +132,19 @@ fn check(gpu: &Gpu, products: &Products, (rows, n, k): (usize, usize, usize), wi
         assert!(error < 3e-5, "{what}: {parts} parts: {error}");
     }
 
+    if products.adds(rows, &matrix) {
+        let before: Vec<f32> = (0..rows * n).map(|_| rng.random_range(-1.0..1.0)).collect();
+        let y = gpu.upload(&before).unwrap();
+        let output = Output::Residual { to: y.pointer() };
+        // SAFETY: x and y hold the rows, and both outlive the wait.
+        unsafe { products.launch(&stream, on_gpu.pointer(), rows, &matrix, output).unwrap() };
+        stream.synchronize().unwrap();
+        let found: Vec<f64> = y.read::<f32>(0, rows * n).unwrap().into_iter().map(f64::from).collect();
+        let sums: Vec<f64> = expected.iter().zip(&before).map(|(sum, &old)| sum + f64::from(old)).collect();
+        let error = distance(&found, &sums);
+        assert!(error < 3e-5, "{what}: added: {error}");
+    }
+
     if n.is_multiple_of(16) {
         let width = n / 2;
         let stride = width + 8;
@@ -184,6 +197,22 @@ fn products_without_the_library_agree_with_plain_loops() {
         for rows in [9, 17, 33, 65, 100, 129, 255] {
             check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "no library");
         }
+    }
+}
+
+/// More rows than 256: on Hopper tiles that blocks take in turn, with tails in every direction.
+#[test]
+fn products_of_many_rows_agree_with_plain_loops() {
+    let Some(gpu) = gpu("products_of_many_rows_agree_with_plain_loops") else { return };
+    let products = Products::new(&gpu, 1024, 2 * 2560, 0, false).unwrap().without_library();
+    let mut rng = ChaCha8Rng::seed_from_u64(257);
+    // Several tiles for each block, a k shorter than one stage, k of many stages.
+    let mut sizes = vec![(520, 8464, 72), (257, 16, 8), (300, 208, 3200)];
+    for _ in 0..12 {
+        sizes.push((rng.random_range(257..800), 8 * rng.random_range(1..80), 8 * rng.random_range(1..60)));
+    }
+    for (case, size) in sizes.into_iter().enumerate() {
+        check(&gpu, &products, size, case % 3 == 2, "many rows");
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The library is opened by hand, like the others, because its name carries CUDA's major version and a missing one must
 //! not end the program. The algorithm for a shape is asked for once and kept, so that a captured step asks nothing.
-//! Its own first choice is up to 9 % slower than another of its first eight: [`CublasLt::tune`] times them on the model's
-//! matrices, once for a GPU, a version and a shape ([`super::tuned`] keeps what it found).
+//! Its own first choice is up to 9 % slower than another of its first eight: [`CublasLt::tune`] times them, and our own product
+//! beside them, on the model's matrices, once for a GPU, a version and a shape ([`super::tuned`] keeps what it found).
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use libloading::Library;
 use super::driver::{DeviceBuffer, Event, Gpu};
 use super::launch::{LaunchCost, Stream};
 use super::libraries;
-use super::tuned::Tuned;
+use super::tuned::{Choice, Tuned};
 use crate::{Error, Result};
 
 pub const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
@@ -138,6 +138,9 @@ pub struct Family {
     /// Where y goes; whatever is there is overwritten.
     pub y: u64,
 }
+
+/// Queues our own product of a shape, from W at one address to y at another, as a rival of the library's algorithms.
+pub type Rival<'a> = &'a dyn Fn(&Stream, Shape, u64, u64) -> Result<()>;
 
 struct Plan {
     forget: unsafe extern "C" fn(lt::cublasLtMatrixLayout_t) -> Status,
@@ -283,12 +286,19 @@ impl CublasLt {
 
     /// Chooses the algorithms of `families` by timing, for every bucket of rows from `least` to the family's own; what an
     /// earlier run on this GPU and version has found is not timed again. Takes some ten milliseconds a shape; returns how many
-    /// shapes it timed.
+    /// shapes it timed. `rival` is timed beside them where it is for as many rows.
     ///
     /// # Safety
     /// `x_bytes` of fp16 at `x` (numbers like those of real rows: how fast a product is depends on its power), and the
     /// families' matrices and outputs, are valid.
-    pub unsafe fn tune(&self, families: &[Family], least: usize, x: u64, x_bytes: u64) -> Result<usize> {
+    pub unsafe fn tune(
+        &self,
+        families: &[Family],
+        least: usize,
+        x: u64,
+        x_bytes: u64,
+        rival: Option<(usize, Rival)>,
+    ) -> Result<usize> {
         let stream = Stream::new(&self.gpu)?;
         let mut timed = 0;
         for family in families {
@@ -301,8 +311,9 @@ impl CublasLt {
                     continue;
                 }
                 // SAFETY: the caller's promise; x and y hold `rows` rows.
-                let best = unsafe { self.fastest(&stream, family, shape, x)? };
-                self.tuned.borrow_mut().put(shape, best.data);
+                let rival = rival.filter(|(from, _)| rows >= *from).map(|(_, rival)| rival);
+                let best = unsafe { self.fastest(&stream, family, shape, x, rival)? };
+                self.tuned.borrow_mut().put(shape, best);
                 timed += 1;
             }
         }
@@ -320,19 +331,26 @@ impl CublasLt {
         family: &Family,
         shape: Shape,
         x: u64,
-    ) -> Result<lt::cublasLtMatmulAlgo_t> {
+        rival: Option<Rival>,
+    ) -> Result<Choice> {
         let plan = self.lay_out(shape)?;
         let candidates = self.heuristic(&plan, shape, CANDIDATES)?;
         let (start, end) = (Event::new(&self.gpu)?, Event::new(&self.gpu)?);
         let mut turn = 0;
         // Seconds of one launch, of so many; a candidate that cannot run is never the fastest.
-        let mut time = |algorithm: &lt::cublasLtMatmulAlgo_t, launches: usize| -> Result<f64> {
+        let mut time = |candidate: usize, launches: usize| -> Result<f64> {
             stream.record(&start)?;
             for _ in 0..launches {
                 let w = family.weights[turn % family.weights.len()];
                 turn += 1;
-                // SAFETY: the caller's promise.
-                let done = unsafe { self.multiply(stream, x, w, family.y, &plan, algorithm, shape.sums) };
+                let done = match (candidates.get(candidate), rival) {
+                    (Some(algorithm), _) => {
+                        // SAFETY: the caller's promise.
+                        unsafe { self.multiply(stream, x, w, family.y, &plan, algorithm, shape.sums) }
+                    }
+                    (None, Some(rival)) => rival(stream, shape, w, family.y),
+                    (None, None) => return Ok(f64::INFINITY),
+                };
                 if done.is_err() {
                     return Ok(f64::INFINITY);
                 }
@@ -341,31 +359,37 @@ impl CublasLt {
             end.synchronize()?;
             Ok(end.seconds_since(&start)? / launches as f64)
         };
-        let mut best = vec![f64::INFINITY; candidates.len()];
+        let mut best = vec![f64::INFINITY; candidates.len() + 1];
         let mut launches = 1;
         // The first round loads each kernel; then the candidates take turns, since the GPU's clock drifts.
         for round in 0..3 {
-            for (best, candidate) in best.iter_mut().zip(&candidates) {
+            for (candidate, best) in best.iter_mut().enumerate() {
                 let seconds = time(candidate, launches)?;
                 if round > 0 {
                     *best = best.min(seconds);
                 }
             }
             if round == 0 {
-                let seconds = time(&candidates[0], 1)?;
+                let seconds = time(0, 1)?;
                 launches = ((TIMING_S / seconds.max(1e-6)) as usize).clamp(2, 16);
             }
         }
-        let fastest = (0..candidates.len()).min_by(|&a, &b| best[a].total_cmp(&best[b])).unwrap_or(0);
-        Ok(candidates[fastest])
+        let fastest = (0..best.len()).min_by(|&a, &b| best[a].total_cmp(&best[b])).unwrap_or(0);
+        Ok(candidates.get(fastest).map_or(Choice::Own, |algorithm| Choice::Library(algorithm.data)))
+    }
+
+    /// Whether our own product was found to be the faster one.
+    pub fn prefers_own(&self, shape: Shape) -> bool {
+        self.tuned.borrow().get(&bucket(shape)) == Some(Choice::Own)
     }
 
     fn plan(&self, shape: Shape) -> Result<Plan> {
         self.gpu.bind()?;
         let mut plan = self.lay_out(shape)?;
-        let bucket = ROW_BUCKETS.into_iter().find(|&bucket| bucket >= shape.rows);
-        let bucket = Shape { rows: bucket.unwrap_or(ROW_BUCKETS[ROW_BUCKETS.len() - 1]), ..shape };
-        let tuned = self.tuned.borrow().get(&bucket).map(|data| lt::cublasLtMatmulAlgo_t { data });
+        let tuned = match self.tuned.borrow().get(&bucket(shape)) {
+            Some(Choice::Library(data)) => Some(lt::cublasLtMatmulAlgo_t { data }),
+            _ => None,
+        };
         plan.algorithm = match tuned.filter(|algorithm| self.fits(&plan, algorithm)) {
             Some(algorithm) => algorithm,
             None => self.heuristic(&plan, shape, 1)?[0],
@@ -460,6 +484,12 @@ impl Drop for CublasLt {
             }
         }
     }
+}
+
+/// The shape whose choice is that of `shape`.
+fn bucket(shape: Shape) -> Shape {
+    let rows = ROW_BUCKETS.into_iter().find(|&bucket| bucket >= shape.rows);
+    Shape { rows: rows.unwrap_or(ROW_BUCKETS[ROW_BUCKETS.len() - 1]), ..shape }
 }
 
 fn check(status: Status, what: &str) -> Result<()> {

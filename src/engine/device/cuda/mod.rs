@@ -13,6 +13,7 @@ pub mod delta_prefill;
 pub mod device;
 pub mod driver;
 pub mod forward;
+mod gemm;
 pub mod int4;
 pub mod kernels;
 pub mod launch;

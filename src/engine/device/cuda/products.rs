@@ -4,6 +4,7 @@
 //! |---|---|
 //! | few (1 to 8, to 32 without cuBLASLt off Hopper) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
 //! | to 128 on Hopper, any more without cuBLASLt | `product_batch_*` ([`batch_product`](super::batch_product)): one block a multiprocessor, fed by the copy engine |
+//! | more than 448 on Hopper (256 without cuBLASLt) | `gemm_*` ([`gemm`](super::gemm)), or cuBLASLt where that was found faster |
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
@@ -14,9 +15,10 @@ mod int4_batch;
 
 use self::int4::Int4Products;
 use super::batch_product::BatchProducts;
-use super::cublaslt::{CublasLt, Family, Shape, Sums};
+use super::cublaslt::{CublasLt, Family, Rival, Shape, Sums};
 use super::driver::plain::Plain;
 use super::driver::{DeviceBuffer, Gpu, Kernel};
+use super::gemm::{Gemm, Operands};
 use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
 use super::linear::PlainLinear;
 use super::matrix::{Matrix, MatrixFormat, Output};
@@ -31,7 +33,11 @@ const SHORT_COLS: usize = 4096;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
-/// Rows from which cuBLASLt adds to the residual stream itself.
+/// Rows from which `gemm_*` is used in place of `product_batch_*`, and from which it is a candidate beside cuBLASLt, which has
+/// finer tiles for fewer.
+const GEMM_ROWS: usize = 257;
+const GEMM_ROWS_BESIDE_LIBRARY: usize = 449;
+/// Rows from which products can add to the residual stream themselves.
 const ADD_ROWS: usize = 257;
 /// Shared memory of `product_tile_*`: three stages of (rows + 128) rows of 128 bytes.
 const fn tile_shared(rows: u32) -> u32 {
@@ -62,11 +68,11 @@ pub(super) struct Arguments {
 unsafe impl Plain for Arguments {}
 
 // `OUTPUT_*` of cuda/product.cuh.
-const HALF: u32 = 0;
-const FLOAT: u32 = 1;
+pub(super) const HALF: u32 = 0;
+pub(super) const FLOAT: u32 = 1;
 pub(super) const SILU: u32 = 2;
 pub(super) const PARTS: u32 = 3;
-/// cuBLASLt and `int4_batch_*`.
+/// `gemm_*`, cuBLASLt and `int4_batch_*`.
 const RESIDUAL: u32 = 4;
 
 /// y = x Wᵀ for `rows` rows at `x`.
@@ -89,7 +95,8 @@ pub struct Products {
     plain: PlainLinear,
     library: Option<CublasLt>,
     hopper: Option<BatchProducts>,
-    /// fp16 [rows up to SILU_ROWS, columns of gate and up], with cuBLASLt.
+    gemm: Option<Gemm>,
+    /// fp16 [rows made at a time, columns of gate and up], with cuBLASLt.
     gate_up: Option<DeviceBuffer>,
     multiprocessors: usize,
 }
@@ -103,7 +110,9 @@ impl Products {
     pub fn new(gpu: &Gpu, rows: usize, gate_up: usize, int4_elements: usize, portable: bool) -> Result<Self> {
         let unit = &units::PRODUCTS;
         let library = if portable { None } else { CublasLt::open(gpu)? };
-        let scratch = (2 * rows.min(SILU_ROWS) * gate_up) as u64;
+        let gemm = if portable { None } else { Gemm::open(gpu)? };
+        let silu_rows = if gemm.is_some() { GEMM_ROWS_BESIDE_LIBRARY - 1 } else { SILU_ROWS };
+        let scratch = (2 * rows.min(silu_rows) * gate_up) as u64;
         Ok(Self {
             stream: [
                 gpu.kernel(unit, "product_stream_8")?,
@@ -124,6 +133,7 @@ impl Products {
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
             library,
             hopper: if portable { None } else { BatchProducts::open(gpu)? },
+            gemm,
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
     }
@@ -135,7 +145,7 @@ impl Products {
 
     /// The same as on a GPU without Hopper's warpgroup products.
     pub fn without_hopper(self) -> Self {
-        Self { hopper: None, ..self }
+        Self { hopper: None, gemm: None, ..self }
     }
 
     /// Whether the product of so many rows takes [`Output::Residual`].
@@ -143,7 +153,7 @@ impl Products {
         match w.format {
             MatrixFormat::F16 => {
                 rows >= ADD_ROWS
-                    && self.library.is_some()
+                    && (self.library.is_some() || self.gemm.is_some())
                     && w.rows.is_multiple_of(8)
                     && w.cols.is_multiple_of(8)
             }
@@ -164,7 +174,8 @@ impl Products {
         x_bytes: u64,
     ) -> Result<usize> {
         let Some(library) = &self.library else { return Ok(0) };
-        let (mut families, mut adding): (Vec<Family>, Vec<Family>) = (Vec::new(), Vec::new());
+        let (mut families, mut adding, mut gated): (Vec<Family>, Vec<Family>, Vec<Family>) =
+            (Vec::new(), Vec::new(), Vec::new());
         for (w, output) in uses {
             if w.format != MatrixFormat::F16 || !w.rows.is_multiple_of(8) || !w.cols.is_multiple_of(8) {
                 continue;
@@ -181,16 +192,41 @@ impl Products {
                 Output::Residual { .. } => (y, stride, rows, Sums::Added),
             };
             let shape = Shape { rows: most, n: w.rows, k: w.cols, stride, sums };
-            let list = if sums == Sums::Added { &mut adding } else { &mut families };
+            let list = match output {
+                Output::Residual { .. } => &mut adding,
+                Output::SiluMul { .. } => &mut gated,
+                _ => &mut families,
+            };
             match list.iter_mut().find(|family| family.shape == shape) {
                 Some(family) => family.weights.push(w.weights.pointer()),
                 None => list.push(Family { shape, weights: vec![w.weights.pointer()], y }),
             }
         }
+        let own = |stream: &Stream, shape: Shape, w: u64, y: u64| {
+            let Shape { rows, n, k, stride, sums } = shape;
+            let output = match sums {
+                Sums::Half => HALF,
+                Sums::Float => FLOAT,
+                Sums::Added => RESIDUAL,
+            };
+            let Some(gemm) = &self.gemm else { return Ok(()) };
+            // SAFETY: the caller's promise.
+            unsafe {
+                gemm.launch(
+                    stream,
+                    Operands { x, w, bias: 0, y, rows, n, k, stride, output },
+                    LaunchCost::default(),
+                )
+            }
+        };
+        let rival: Option<(usize, Rival)> =
+            self.gemm.as_ref().map(|_| (GEMM_ROWS_BESIDE_LIBRARY, &own as Rival));
+        // Gate and up of as many rows go to our own product untimed: the SiLU that it saves is more than the library is ever ahead.
         // SAFETY: the caller's promise.
         unsafe {
-            let timed = library.tune(&families, LIBRARY_ROWS, x, x_bytes)?;
-            Ok(timed + library.tune(&adding, ADD_ROWS, x, x_bytes)?)
+            let timed = library.tune(&families, LIBRARY_ROWS, x, x_bytes, rival)?
+                + library.tune(&gated, LIBRARY_ROWS, x, x_bytes, None)?;
+            Ok(timed + library.tune(&adding, ADD_ROWS, x, x_bytes, rival)?)
         }
     }
 
@@ -217,10 +253,14 @@ impl Products {
         let library = self.library.as_ref().filter(|_| eights);
         let hopper =
             self.hopper.as_ref().filter(|hopper| eights && (library.is_none() || hopper.beats_library(rows)));
+        let gemm = self.gemm.as_ref().filter(|_| eights && self.prefers_gemm(&job));
         // SAFETY: the caller's promise, for each.
         unsafe {
             if streams && rows <= few {
                 self.few_rows(stream, job)
+            } else if let Some(gemm) = gemm {
+                gemm.launch(stream, operands(job), cost(job, 1))?;
+                Ok(1)
             } else if let Some(hopper) = hopper {
                 let most_parts = if let Output::Partials { max_parts, .. } = output { max_parts } else { 1 };
                 hopper.launch(stream, arguments(job, 1), most_parts, cost(job, 1))
@@ -232,6 +272,14 @@ impl Products {
                 self.plain.launch(stream, x, rows, w, output)
             }
         }
+    }
+
+    /// Whether `gemm_*` is the faster one for a product, where it is there.
+    fn prefers_gemm(&self, job: &Job) -> bool {
+        let Some(library) = &self.library else { return job.rows >= GEMM_ROWS };
+        let (kind, _, stride, _, _) = destination(job.w, job.output);
+        job.rows >= GEMM_ROWS_BESIDE_LIBRARY
+            && (kind == SILU || library.prefers_own(shape(job, job.rows, stride, sums_of(kind))))
     }
 
     /// # Safety
@@ -303,16 +351,10 @@ impl Products {
     ) -> Result<usize> {
         let Job { x, rows, w, output } = job;
         let (kind, y, stride, _, _) = destination(w, output);
-        let shape = |rows, stride, sums| Shape { rows, n: w.rows, k: w.cols, stride, sums };
         // SAFETY: the caller's promise; `gate_up` holds as many rows as are made at a time.
         unsafe {
             if kind != SILU {
-                let sums = match kind {
-                    HALF => Sums::Half,
-                    RESIDUAL => Sums::Added,
-                    _ => Sums::Float,
-                };
-                library.product(stream, x, weights, y, shape(rows, stride, sums))?;
+                library.product(stream, x, weights, y, shape(&job, rows, stride, sums_of(kind)))?;
                 self.add_bias(stream, w, y, rows, stride, kind == HALF)?;
                 return Ok(1);
             }
@@ -325,7 +367,7 @@ impl Products {
                 let count = most.min(rows - first);
                 let from = x + 2 * (first * w.cols) as u64;
                 let between = scratch.pointer();
-                library.product(stream, from, weights, between, shape(count, w.rows, Sums::Half))?;
+                library.product(stream, from, weights, between, shape(&job, count, w.rows, Sums::Half))?;
                 self.add_bias(stream, w, between, count, w.rows, true)?;
                 let launch = Launch::grid([columns.div_ceil(8 * 256) as u32, count as u32, 1], 256)
                     .overlapping()
@@ -362,6 +404,27 @@ impl Products {
         // SAFETY: the kernel's parameters in order; the bias holds W's rows, the rest is the caller's promise.
         unsafe { stream.launch(&self.bias, launch, &args) }
     }
+}
+
+fn sums_of(kind: u32) -> Sums {
+    match kind {
+        HALF => Sums::Half,
+        RESIDUAL => Sums::Added,
+        _ => Sums::Float,
+    }
+}
+
+/// What cuBLASLt makes of `rows` rows of a product.
+fn shape(job: &Job, rows: usize, stride: usize, sums: Sums) -> Shape {
+    Shape { rows, n: job.w.rows, k: job.w.cols, stride, sums }
+}
+
+/// What `gemm_*` is told of a product.
+fn operands(job: Job) -> Operands {
+    let Job { x, rows, w, output } = job;
+    let (output, y, stride, _, _) = destination(w, output);
+    let bias = w.bias.as_ref().map_or(0, DeviceBuffer::pointer);
+    Operands { x, w: w.weights.pointer(), bias, y, rows, n: w.rows, k: w.cols, stride, output }
 }
 
 /// What the kernels are told of a product in `parts` parts.

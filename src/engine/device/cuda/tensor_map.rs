@@ -18,22 +18,47 @@ impl TensorMap {
     /// The driver's refusal, for strides or an address that are no multiple of 16 bytes or a box that is too large.
     pub fn halves(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
-        Self::new(FLOAT16, 2, address, sizes, strides, extent)
+        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent)
     }
 
     /// As [`Self::halves`], fp32.
     pub fn floats(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
-        Self::new(FLOAT32, 4, address, sizes, strides, extent)
+        Self::new(FLOAT32, 4, address, &sizes, &strides, &extent)
+    }
+
+    /// A matrix of halves, [rows, columns], rows `stride` elements apart, as boxes of [rows, columns]; otherwise as [`Self::halves`],
+    /// and writes outside are left out.
+    pub fn halves_matrix(
+        address: u64,
+        (rows, columns): (usize, usize),
+        stride: usize,
+        (box_rows, box_columns): (usize, usize),
+    ) -> Result<Self> {
+        use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
+        let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
+        Self::new(FLOAT16, 2, address, &sizes, &[stride as u64], &extent)
+    }
+
+    /// As [`Self::halves_matrix`], fp32.
+    pub fn floats_matrix(
+        address: u64,
+        (rows, columns): (usize, usize),
+        stride: usize,
+        (box_rows, box_columns): (usize, usize),
+    ) -> Result<Self> {
+        use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
+        let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
+        Self::new(FLOAT32, 4, address, &sizes, &[stride as u64], &extent)
     }
 
     fn new(
         kind: sys::CUtensorMapDataType,
         bytes: u32,
         address: u64,
-        sizes: [u64; 4],
-        strides: [u64; 3],
-        extent: [u32; 4],
+        sizes: &[u64],
+        strides: &[u64],
+        extent: &[u32],
     ) -> Result<Self> {
         use sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
         use sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;
@@ -44,15 +69,21 @@ impl TensorMap {
         #[repr(C, align(64))]
         struct Aligned([u64; 16]);
         let mut map = Aligned([0; 16]);
-        let (strides, steps) = (strides.map(|stride| u64::from(bytes) * stride), [1u32; 4]);
+        let rank = sizes.len();
+        assert!(
+            strides.len() + 1 == rank && extent.len() == rank && rank <= 4,
+            "sizes, strides and box of one rank"
+        );
+        let strides: Vec<u64> = strides.iter().map(|stride| u64::from(bytes) * stride).collect();
+        let steps = [1u32; 4];
         let swizzle = if extent[0] * bytes == 64 { SWIZZLE_64 } else { SWIZZLE_128 };
-        // SAFETY: all arrays have the rank's length, and the map the size and alignment of CUtensorMap; no memory behind
+        // SAFETY: all arrays have the rank's length or more, and the map the size and alignment of CUtensorMap; no memory behind
         // `address` is touched.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
                 kind,
-                4,
+                rank as u32,
                 address as *mut std::ffi::c_void,
                 sizes.as_ptr(),
                 strides.as_ptr(),

@@ -1,8 +1,8 @@
-//! Which of cuBLASLt's algorithms were found fastest, kept between runs beside the kernel cache.
+//! Which product was found fastest, one of cuBLASLt's algorithms or our own kernel, kept between runs beside the kernel cache.
 //!
-//! One text file for each GPU model and version of the library (an algorithm's eight words mean nothing to another version),
-//! a line a shape: rows, n, k, stride, what becomes of the sums, and the words in hexadecimal. A file that cannot be read
-//! or written costs time, nothing else; lines that cannot be read are left out.
+//! One text file for each GPU model, version of the library (an algorithm's eight words mean nothing to another version) and
+//! version of our kernel, a line a shape: rows, n, k, stride, what becomes of the sums, and the words in hexadecimal, or `own`. A
+//! file that cannot be read or written costs time, nothing else; lines that cannot be read are left out.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,10 +14,19 @@ use super::cublaslt::{Shape, Sums};
 /// `cublasLtMatmulAlgo_t`.
 type Words = [u64; 8];
 
+/// Raised when our kernels change so much that what was found says nothing any more.
+const OWN_VERSION: u32 = 1;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Choice {
+    Own,
+    Library(Words),
+}
+
 #[derive(Debug, Default)]
 pub struct Tuned {
     file: Option<PathBuf>,
-    found: BTreeMap<[usize; 5], Words>,
+    found: BTreeMap<[usize; 5], Choice>,
 }
 
 impl Tuned {
@@ -27,17 +36,18 @@ impl Tuned {
             .chars()
             .map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' })
             .collect();
-        let file = cache_folder().map(|folder| folder.join(format!("cublaslt-{version}-{name}.txt")));
+        let file = cache_folder()
+            .map(|folder| folder.join(format!("products-{OWN_VERSION}-cublaslt-{version}-{name}.txt")));
         let text = file.as_ref().and_then(|file| fs::read_to_string(file).ok()).unwrap_or_default();
         Self { file, found: parse(&text) }
     }
 
-    pub fn get(&self, shape: &Shape) -> Option<Words> {
+    pub fn get(&self, shape: &Shape) -> Option<Choice> {
         self.found.get(&key(shape)).copied()
     }
 
-    pub fn put(&mut self, shape: Shape, words: Words) {
-        self.found.insert(key(&shape), words);
+    pub fn put(&mut self, shape: Shape, choice: Choice) {
+        self.found.insert(key(&shape), choice);
     }
 
     /// Writes the file, with what other processes have found meanwhile.
@@ -66,23 +76,31 @@ fn key(shape: &Shape) -> [usize; 5] {
     [shape.rows, shape.n, shape.k, shape.stride, sums]
 }
 
-fn print(found: &BTreeMap<[usize; 5], Words>) -> String {
-    let line = |(key, words): (&[usize; 5], &Words)| {
+fn print(found: &BTreeMap<[usize; 5], Choice>) -> String {
+    let line = |(key, choice): (&[usize; 5], &Choice)| {
         let key = key.map(|number| number.to_string()).join(" ");
-        let words = words.map(|word| format!("{word:016x}")).join(" ");
-        format!("{key} {words}\n")
+        let choice = match choice {
+            Choice::Own => "own".to_string(),
+            Choice::Library(words) => words.map(|word| format!("{word:016x}")).join(" "),
+        };
+        format!("{key} {choice}\n")
     };
     found.iter().map(line).collect()
 }
 
-fn parse(text: &str) -> BTreeMap<[usize; 5], Words> {
+fn parse(text: &str) -> BTreeMap<[usize; 5], Choice> {
     let line = |line: &str| {
         let fields: Vec<&str> = line.split(' ').collect();
-        let (key, words) = fields.split_at_checked(5)?;
+        let (key, choice) = fields.split_at_checked(5)?;
         let key: Vec<usize> = key.iter().map(|field| field.parse().ok()).collect::<Option<_>>()?;
-        let words: Vec<u64> =
-            words.iter().map(|field| u64::from_str_radix(field, 16).ok()).collect::<Option<_>>()?;
-        Some((key.try_into().ok()?, words.try_into().ok()?))
+        let choice = if choice == ["own"] {
+            Choice::Own
+        } else {
+            let words: Vec<u64> =
+                choice.iter().map(|field| u64::from_str_radix(field, 16).ok()).collect::<Option<_>>()?;
+            Choice::Library(words.try_into().ok()?)
+        };
+        Some((key.try_into().ok()?, choice))
     };
     text.lines().filter_map(line).collect()
 }
@@ -96,12 +114,14 @@ mod tests {
         let shape = Shape { rows: 512, n: 2560, k: 9216, stride: 2560, sums: Sums::Added };
         let words = [0x42, u64::MAX, 0, 1, 2, 3, 4, 5];
         let mut tuned = Tuned::default();
-        tuned.put(shape, words);
+        tuned.put(shape, Choice::Library(words));
+        tuned.put(Shape { rows: 1024, ..shape }, Choice::Own);
         let text = print(&tuned.found);
         let broken = format!("{text}512 2560 9216 2560 0 12 34\nnonsense\n\n");
         let read = Tuned { file: None, found: parse(&broken) };
-        assert_eq!(read.get(&shape), Some(words));
-        assert_eq!(read.found.len(), 1);
+        assert_eq!(read.get(&shape), Some(Choice::Library(words)));
+        assert_eq!(read.get(&Shape { rows: 1024, ..shape }), Some(Choice::Own));
+        assert_eq!(read.found.len(), 2);
         assert_eq!(read.get(&Shape { sums: Sums::Float, ..shape }), None);
     }
 }

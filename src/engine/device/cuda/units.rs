@@ -145,6 +145,15 @@ pub const PRODUCTS_HOPPER: Unit = Unit {
     max_capability: 90,
 };
 
+pub const GEMM_HOPPER: Unit = Unit {
+    file: "gemm_hopper.cu",
+    source: include_str!("../../../../cuda/gemm_hopper.cu"),
+    defines: &[],
+    hot: &[super::gemm::NAME],
+    min_capability: 90,
+    max_capability: 90,
+};
+
 pub const INT4: Unit = Unit {
     file: "int4.cu",
     source: include_str!("../../../../cuda/int4.cu"),
@@ -199,6 +208,7 @@ pub const INT4_PACK: Unit = Unit {
 pub const ALL: &[&Unit] = &[
     &PRODUCTS,
     &PRODUCTS_HOPPER,
+    &GEMM_HOPPER,
     &INT4,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,
