@@ -7,6 +7,7 @@
 #define OUTPUT_SILU 2  // W's rows are 8 of gate, then the same 8 of up, and so on: fp16(silu(gate) * up), n/2 columns
 #define OUTPUT_PARTS 3 // fp32, and k is cut into `parts`: part p goes to y + p * part_stride
 #define OUTPUT_RESIDUAL 4 // fp32, added to what y holds; kernels of many rows only
+#define OUTPUT_BEST 5  // u64 [rows], each raised to the key (best.cuh) of its row's largest: products_hopper.cu, products_wide.cu
 
 struct Product {
     const f16 *x;      // [rows, k]

@@ -1,4 +1,4 @@
-// Products of 9 and more rows on Hopper: y[rows, n] = x[rows, k] W[n, k]^T, fp16 in, sums in fp32 (see product.cuh).
+// Products of few rows on Hopper: y[rows, n] = x[rows, k] W[n, k]^T, fp16 in, sums in fp32 (see product.cuh).
 //
 // Rows of W are the 64 rows of a warpgroup's product, the batch is its N columns (padded to N), so a small batch wastes little.
 // A block takes `block_rows` rows of W (a multiple of 8, 16 where gate and up are in turn, at most 64 * GROUPS) and a part of
@@ -7,36 +7,10 @@
 // the product that nobody looks at, so the rows of a block may be what gives each multiprocessor one block. The ring takes all of
 // a multiprocessor: as soon as one is done, a block of the next product begins to fill it with weights.
 //
-// Tails in rows, n and k are zeros from the copy engine; n and k are multiples of 8.
+// Tails in n and k are zeros from the copy engine; n and k are multiples of 8. Of x a block asks for `x_rows` rows: what else it
+// multiplies is in columns of the product that nobody looks at either.
 // grid (tiles of W, parts of k, tiles of N rows of x).
-#include "product.cuh"
-#include "wgmma.cuh"
-
-struct __align__(64) TensorMap {
-    u64 words[16];
-};
-
-struct BatchProduct {
-    TensorMap w; // [n, k], boxes of block_rows rows by 64 columns
-    TensorMap x; // [rows, k], boxes of N rows by 64 columns
-    const float *bias;
-    void *y;
-    u64 part_stride;
-    u32 rows, n, k, stride, output, parts;
-    u32 block_rows, stages;
-    u32 unused[2];
-};
-
-#define MAX_STAGES 16
-// Fractions of 1 for the L2's eviction policy, as createpolicy would encode them.
-#define EVICT_FIRST 0x12F0000000000000ull
-#define EVICT_LAST 0x14F0000000000000ull
-
-// A box at (column, row) to shared memory, completing on `barrier`.
-DEVICE void copy_box(u32 to, const TensorMap &map, u32 column, u32 row, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
-}
+#include "products_hopper.cuh"
 
 DEVICE float4 load_shared4(u32 address) {
     float4 out;
@@ -57,7 +31,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     bool producer = threadIdx.x == 32 * WARPS;
 
     auto ask_w = [&](u32 i, u32 slot) {
-        barrier_expect(full + 8 * slot, stage);
+        barrier_expect(full + 8 * slot, w_bytes + p.x_rows * 128);
         copy_box(base + slot * stage, p.w, (begin + i) * 64, row0, full + 8 * slot, EVICT_FIRST);
     };
     auto ask_x = [&](u32 i, u32 slot) {
@@ -121,6 +95,21 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
         float4 sum = load_shared4(base + 4 * (x_row * PITCH + w_row));
         return p.bias ? add4(sum, *(const float4 *)(p.bias + row0 + w_row)) : sum;
     };
+    if (p.output == OUTPUT_BEST) { // a warp a row
+        for (u32 x_row = warp; x_row < here; x_row += WARPS) {
+            Best best = no_best();
+            for (u32 w_row = 4 * lane; w_row < w_rows; w_row += 128) {
+                float4 sum = sum4(x_row, w_row);
+                take(best, sum.x, row0 + w_row);
+                if (w_row + 1 < w_rows) take(best, sum.y, row0 + w_row + 1);
+                if (w_row + 2 < w_rows) take(best, sum.z, row0 + w_row + 2);
+                if (w_row + 3 < w_rows) take(best, sum.w, row0 + w_row + 3);
+            }
+            u64 key = warp_best(best_key(best));
+            if (lane == 0) atomicMax((u64 *)p.y + x0 + x_row, key);
+        }
+        return;
+    }
     u32 each = p.output == OUTPUT_SILU ? 16 : p.output == OUTPUT_HALF ? 8 : 4, units = w_rows / each;
     for (u32 i = threadIdx.x; i < here * units; i += 32 * WARPS) {
         u32 x_row = i / units, w_row = (i - x_row * units) * each;
@@ -147,6 +136,9 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     }
 
 // ---- instances ----
+BATCH(product_batch_8_1, 8, 1, 2)
+BATCH(product_batch_8_2, 8, 2, 2)
+BATCH(product_batch_8_3, 8, 3, 2)
 BATCH(product_batch_16_1, 16, 1, 2)
 BATCH(product_batch_16_2, 16, 2, 2)
 BATCH(product_batch_16_3, 16, 3, 2)

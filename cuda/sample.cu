@@ -6,7 +6,7 @@
 // set of the most likely whose weight reaches top_p; kept tokens lie end to end in order of id and the draw picks one.
 // Weights are summed as 40-bit fixed point, so that no order of summation can change a token.
 // Bytes: 4 a logit for each pass; greedy takes one pass, sampling one, and four each for top_k and top_p.
-#include "half.cuh"
+#include "best.cuh"
 
 struct Sample {
     float inverse_temperature; // 0: greedy
@@ -23,47 +23,43 @@ struct Header {
 
 #define TOKEN_NOT_FINITE 0xffffffffu
 
-DEVICE u32 ordered(float x) {
-    u32 bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The larger value, of equal values the lower id: as one 64-bit key.
-DEVICE u64 best_key(float value, u32 id) { return ((u64)ordered(value) << 32) | (u32)~id; }
-DEVICE u32 key_id(u64 key) { return ~(u32)key; }
-
 DEVICE u64 block_max(u64 key, u64 *scratch) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+    key = warp_best(key);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     if (lane == 0) scratch[warp] = key;
     __syncthreads();
-    key = lane < warps ? scratch[lane] : 0;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
-    return key;
+    return warp_best(lane < warps ? scratch[lane] : 0);
 }
 
-// Best of a stretch of logits (begin a multiple of 4); not finite ones make the key all ones. A thread meets ids in
-// ascending order, so of equal logits the first stays. Rows of a vocabulary that is no multiple of four may lie anywhere.
+// Best of a stretch of logits (begin a multiple of 4). Rows of a vocabulary that is no multiple of four may lie anywhere.
 DEVICE u64 best_of(const float *logits, int begin, int end) {
-    float best = __uint_as_float(0xff800000u); // -infinity
-    u32 best_id = 0, magnitude = 0;
-    auto take = [&](float value, int id) {
-        magnitude = max(magnitude, __float_as_uint(value) & 0x7fffffffu);
-        if (value > best) best = value, best_id = id;
-    };
+    Best best = no_best();
     bool aligned = ((u64)logits & 15) == 0;
     int at = begin + 4 * threadIdx.x;
 #pragma unroll 4
     for (; at + 4 <= end; at += 4 * blockDim.x) {
         float4 x = aligned ? *(const float4 *)(logits + at)
                            : make_float4(logits[at], logits[at + 1], logits[at + 2], logits[at + 3]);
-        take(x.x, at), take(x.y, at + 1), take(x.z, at + 2), take(x.w, at + 3);
+        take(best, x.x, at), take(best, x.y, at + 1), take(best, x.z, at + 2), take(best, x.w, at + 3);
     }
-    for (int id = at; id < end && id < at + 4; id++) take(logits[id], id);
-    if (magnitude >= 0x7f800000u) return ~0ull;
-    return best_id == 0 && best == __uint_as_float(0xff800000u) ? 0 : best_key(best + 0.0f, best_id);
+    for (int id = at; id < end && id < at + 4; id++) take(best, logits[id], id);
+    return best_key(best);
+}
+
+DEVICE void put_token(u64 key, u32 row, const Header *header, u32 *ring, u32 *host) {
+    u32 token = key == ~0ull ? TOKEN_NOT_FINITE : key_id(key), at = header->ring_offset + row;
+    ring[at] = token == TOKEN_NOT_FINITE ? 0 : token;
+    host[at] = token;
+}
+
+// Greedy rows whose keys the head's product has found: one thread a row. `keys` ends at zero, for the next step.
+KERNEL sample_keys(u64 *keys, int rows, const Header *header, u32 *ring, u32 *host) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    u32 row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    put_token(keys[row], row, header, ring, host);
+    keys[row] = 0;
 }
 
 // Greedy rows: grid (parts, rows). Each block takes a stretch; the last one to finish writes the token.
@@ -84,10 +80,7 @@ KERNEL sample_greedy(const float *logits, u64 pitch, int vocab, u64 *keys, u32 *
     __threadfence();
     key = atomicExch(&keys[row], 0ull);
     counters[row] = 0;
-    u32 token = key == ~0ull ? TOKEN_NOT_FINITE : key_id(key);
-    u32 at = header->ring_offset + row;
-    ring[at] = token == TOKEN_NOT_FINITE ? 0 : token;
-    host[at] = token;
+    put_token(key, row, header, ring, host);
 }
 
 // ---- temperature, top-k, top-p ----
@@ -185,10 +178,7 @@ KERNEL __launch_bounds__(1024) sample_rows(const float *logits, u64 pitch, int v
     u32 at = header->ring_offset + blockIdx.x;
     u32 token = key_id(key);
     if (key == ~0ull || sample.inverse_temperature == 0.0f || sample.top_k == 1) {
-        if (tid == 0) {
-            ring[at] = key == ~0ull ? 0 : token;
-            host[at] = key == ~0ull ? TOKEN_NOT_FINITE : token;
-        }
+        if (tid == 0) put_token(key, blockIdx.x, header, ring, host);
         return;
     }
     float largest = row[token], inverse_temperature = sample.inverse_temperature;

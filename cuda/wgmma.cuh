@@ -119,18 +119,27 @@ DEVICE void wgmma_64x256(float (&d)[128], const u32 (&a)[4], u64 b) {
 // d[64xN] += a[64x16] b[Nx16]^T for N = 2 * (length of d); a and b in shared memory, both with the 16 contiguous.
 #define WGMMA_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
+#define WGMMA_NAMES_4 "%0, %1, %2, %3"
 #define WGMMA_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_16 WGMMA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_64 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_NAMES_48 WGMMA_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_NAMES_56 WGMMA_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_NAMES_64 WGMMA_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define WGMMA_BATCH(N, NAMES, A, B, ...)                                                                                  \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, " A ", " B ", 1, 1, 1, 0, 0;"       \
                  : __VA_ARGS__ : "l"(a), "l"(b))
+DEVICE void wgmma_batch(float (&d)[4], u64 a, u64 b) { WGMMA_BATCH(8, WGMMA_NAMES_4, "%4", "%5", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); }
 DEVICE void wgmma_batch(float (&d)[8], u64 a, u64 b) { WGMMA_BATCH(16, WGMMA_NAMES_8, "%8", "%9", WGMMA_8(0)); }
 DEVICE void wgmma_batch(float (&d)[16], u64 a, u64 b) { WGMMA_BATCH(32, WGMMA_NAMES_16, "%16", "%17", WGMMA_8(0), WGMMA_8(8)); }
 DEVICE void wgmma_batch(float (&d)[32], u64 a, u64 b) { WGMMA_BATCH(64, WGMMA_NAMES_32, "%32", "%33", WGMMA_32(0)); }
+DEVICE void wgmma_batch(float (&d)[40], u64 a, u64 b) { WGMMA_BATCH(80, WGMMA_NAMES_40, "%40", "%41", WGMMA_32(0), WGMMA_8(32)); }
+DEVICE void wgmma_batch(float (&d)[48], u64 a, u64 b) { WGMMA_BATCH(96, WGMMA_NAMES_48, "%48", "%49", WGMMA_32(0), WGMMA_8(32), WGMMA_8(40)); }
+DEVICE void wgmma_batch(float (&d)[56], u64 a, u64 b) { WGMMA_BATCH(112, WGMMA_NAMES_56, "%56", "%57", WGMMA_32(0), WGMMA_8(32), WGMMA_8(40), WGMMA_8(48)); }
 DEVICE void wgmma_batch(float (&d)[64], u64 a, u64 b) { WGMMA_BATCH(128, WGMMA_NAMES_64, "%64", "%65", WGMMA_32(0), WGMMA_32(32)); }
+DEVICE void wgmma_batch(float (&d)[72], u64 a, u64 b) { WGMMA_BATCH(144, WGMMA_NAMES_72, "%72", "%73", WGMMA_32(0), WGMMA_32(32), WGMMA_8(64)); }
 
 // d[64xN] (+)= a[64x16] b[Nx16]^T for N = 2 * (length of d); a and b as above. `accumulate` false starts from zero.
 #define WGMMA_NAMES_96 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \

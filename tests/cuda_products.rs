@@ -121,6 +121,10 @@ fn check(gpu: &Gpu, products: &Products, (rows, n, k): (usize, usize, usize), wi
     let error = distance(&dense(&found, stride, n), &expected);
     assert!(error < 3e-5, "{what}: float: {error}");
 
+    if products.finds_best(rows, &matrix) {
+        check_best(&case, &found, stride, &what);
+    }
+
     let (part_stride, max_parts) = (rows * n, 8);
     let (found, parts) =
         case.run(max_parts * part_stride, true, |to| Output::Partials { to, part_stride, max_parts });
@@ -162,6 +166,36 @@ fn check(gpu: &Gpu, products: &Products, (rows, n, k): (usize, usize, usize), wi
     }
 }
 
+/// The key of each row's largest among the first logits: the same sums as `logits` [rows, stride], so exactly. What a key holds
+/// already stays if it is larger.
+fn check_best(case: &Case, logits: &[f64], stride: usize, what: &str) {
+    let ordered = |value: f32| {
+        let bits = value.to_bits();
+        if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
+    };
+    for vocab in [case.matrix.rows, case.matrix.rows.div_ceil(2) + 1] {
+        let mut keys = vec![0u64; case.rows];
+        keys[case.rows - 1] = u64::MAX;
+        let on_gpu = case.gpu.upload(&keys).unwrap();
+        let output = Output::Best { keys: on_gpu.pointer(), vocab };
+        // SAFETY: x holds the rows, and the keys are as many; both outlive the wait.
+        unsafe { case.products.launch(case.stream, case.x, case.rows, case.matrix, output).unwrap() };
+        case.stream.synchronize().unwrap();
+        let found: Vec<u64> = on_gpu.read(0, case.rows).unwrap();
+        for (row, logits) in logits.chunks(stride).enumerate().take(case.rows - 1) {
+            let mut best = 0;
+            for id in 1..vocab {
+                if logits[id] > logits[best] {
+                    best = id;
+                }
+            }
+            let key = u64::from(ordered(logits[best] as f32)) << 32 | u64::from(!(best as u32));
+            assert_eq!(found[row], key, "{what}: best of {vocab} in row {row}");
+        }
+        assert_eq!(found[case.rows - 1], u64::MAX, "{what}: a larger key was lost");
+    }
+}
+
 // The widest has more units of 16 rows than four for each multiprocessor.
 const SHAPES: [(usize, usize); 8] =
     [(16, 64), (48, 320), (2560, 256), (272, 2560), (144, 9216), (208, 264), (24, 72), (8464, 128)];
@@ -182,19 +216,19 @@ fn products_with_the_library_agree_with_plain_loops() {
     let Some(gpu) = gpu("products_with_the_library_agree_with_plain_loops") else { return };
     let products = Products::new(&gpu, 300, 2 * 2560, 0, false).unwrap();
     for (n, k) in SHAPES {
-        for rows in [1, 5, 9, 33, 128, 200] {
+        for rows in [1, 5, 9, 33, 128, 200, 257] {
             check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "library");
         }
     }
 }
 
-/// On Hopper these are the warpgroup products, from 9 rows on; elsewhere the portable ones once more.
+/// On Hopper these are the warpgroup products; elsewhere the portable ones once more.
 #[test]
 fn products_without_the_library_agree_with_plain_loops() {
     let Some(gpu) = gpu("products_without_the_library_agree_with_plain_loops") else { return };
     let products = Products::new(&gpu, 300, 2 * 2560, 0, false).unwrap().without_library();
     for (n, k) in SHAPES {
-        for rows in [9, 17, 33, 65, 100, 129, 255] {
+        for rows in [1, 2, 8, 9, 17, 33, 65, 100, 129, 193, 255, 300] {
             check(&gpu, &products, (rows, n, k), rows == 33 && n.is_multiple_of(16), "no library");
         }
     }
@@ -213,6 +247,45 @@ fn products_of_many_rows_agree_with_plain_loops() {
     }
     for (case, size) in sizes.into_iter().enumerate() {
         check(&gpu, &products, size, case % 3 == 2, "many rows");
+    }
+}
+
+/// Equal logits: the lowest id. One that is not finite: a key of all ones.
+#[test]
+fn the_best_of_equal_logits_is_the_first() {
+    let Some(gpu) = gpu("the_best_of_equal_logits_is_the_first") else { return };
+    let products = Products::new(&gpu, 256, 2 * 2560, 0, false).unwrap();
+    let stream = Stream::new(&gpu).unwrap();
+    let (n, k) = (8464, 128);
+    let matrix = Matrix {
+        format: MatrixFormat::F16,
+        rows: n,
+        cols: k,
+        weights: gpu.upload(&vec![f16::ONE.to_bits(); n * k]).unwrap(),
+        scales: None,
+        bias: None,
+    };
+    for rows in [3, 40, 120, 200] {
+        if !products.finds_best(rows, &matrix) {
+            skip("the_best_of_equal_logits_is_the_first", "no warpgroup products");
+            return;
+        }
+        let mut x = vec![f16::ONE; rows * k];
+        x[k + 5] = f16::INFINITY;
+        let (x, keys) = (gpu.upload(&bits(&x)).unwrap(), gpu.upload(&vec![0u64; rows]).unwrap());
+        let output = Output::Best { keys: keys.pointer(), vocab: n - 3 };
+        // SAFETY: x and the keys hold the rows, and outlive the wait.
+        unsafe { products.launch(&stream, x.pointer(), rows, &matrix, output).unwrap() };
+        stream.synchronize().unwrap();
+        let found: Vec<u64> = keys.read(0, rows).unwrap();
+        for (row, key) in found.into_iter().enumerate() {
+            let expected = if row == 1 {
+                u64::MAX
+            } else {
+                u64::from((k as f32).to_bits() | 1 << 31) << 32 | 0xffff_ffff
+            };
+            assert_eq!(key, expected, "{rows} rows, row {row}");
+        }
     }
 }
 

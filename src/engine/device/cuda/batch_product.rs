@@ -1,4 +1,7 @@
-//! Launches of the products of 9 and more rows on Hopper (cuda/products_hopper.cu), and how each is cut into blocks.
+//! Launches of the products on Hopper (cuda/products_hopper.cu; from 96 rows on cuda/products_wide.cu), and how each is cut
+//! into blocks.
+
+mod wide;
 
 use cudarc::driver::sys;
 
@@ -29,10 +32,16 @@ const FEW_WAVES: usize = 4;
 const MANY_WAVES_ROWS: usize = 128;
 /// Rows of x up to which a step's products together are faster than cuBLASLt's.
 const FASTER_ROWS: usize = 128;
+/// Rows of x from which the batch is the product's M side.
+const WIDE_ROWS: usize = 96;
 
 /// Rows of x that a block takes, and the most groups there is a kernel for.
-const BATCHES: [(usize, usize); 4] = [(16, 3), (32, 3), (64, 3), (128, 3)];
+const BATCHES: [(usize, usize); 5] = [(8, 3), (16, 3), (32, 3), (64, 3), (128, 3)];
+pub(super) const WIDE_NAMES: &[&str] = wide::NAMES;
 pub(super) const NAMES: &[&str] = &[
+    "product_batch_8_1",
+    "product_batch_8_2",
+    "product_batch_8_3",
     "product_batch_16_1",
     "product_batch_16_2",
     "product_batch_16_3",
@@ -47,7 +56,7 @@ pub(super) const NAMES: &[&str] = &[
     "product_batch_128_3",
 ];
 
-/// `BatchProduct` of cuda/products_hopper.cu.
+/// `BatchProduct` of cuda/products_hopper.cuh.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct BatchArguments {
@@ -63,13 +72,30 @@ struct BatchArguments {
     output: u32,
     parts: u32,
     block_rows: u32,
+    x_rows: u32,
     stages: u32,
     /// What the alignment of the maps, 64 bytes, adds to the structure.
-    unused: [u32; 2],
+    unused: u32,
 }
 
 // SAFETY: integers only, and each field begins where the one before it ends: no padding.
 unsafe impl Plain for BatchArguments {}
+
+/// How a product is launched.
+struct Plan<'a> {
+    kernel: &'a Kernel,
+    threads: usize,
+    shared_bytes: usize,
+    cluster: usize,
+    /// Rows of W and of x in a block, and those of x that one copy brings.
+    block_rows: usize,
+    batch: usize,
+    x_rows: usize,
+    /// Blocks along W, a multiple of the cluster's.
+    tiles: usize,
+    parts: usize,
+    stages: usize,
+}
 
 /// How a product is cut into blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,6 +164,7 @@ fn tensor_map(at: u64, rows: usize, columns: usize, box_rows: usize) -> Result<[
 
 pub struct BatchProducts {
     kernels: Vec<Kernel>,
+    wide: Vec<Kernel>,
     multiprocessors: usize,
 }
 
@@ -151,13 +178,52 @@ impl BatchProducts {
         if !unit.supports(gpu.facts().capability) {
             return Ok(None);
         }
-        let kernels = NAMES.iter().map(|name| gpu.kernel(unit, name)).collect::<Result<_>>()?;
-        Ok(Some(Self { kernels, multiprocessors: gpu.facts().multiprocessors as usize }))
+        let all = |unit, names: &[&'static str]| {
+            names.iter().map(|name| gpu.kernel(unit, name)).collect::<Result<_>>()
+        };
+        let (kernels, wide) = (all(unit, NAMES)?, all(&units::PRODUCTS_WIDE, WIDE_NAMES)?);
+        Ok(Some(Self { kernels, wide, multiprocessors: gpu.facts().multiprocessors as usize }))
     }
 
     /// Whether they are to be used where cuBLASLt is installed too.
     pub fn beats_library(&self, rows: usize) -> bool {
         rows <= FASTER_ROWS
+    }
+
+    fn plan(&self, arguments: &Arguments, max_parts: usize) -> Plan<'_> {
+        let Arguments { rows, n, k, output, .. } = *arguments;
+        let (rows, n, k) = (rows as usize, n as usize, k as usize);
+        let max_parts = if output == PARTS { max_parts } else { 1 };
+        let multiple = if output == SILU { 2 * GATE_UP_INTERLEAVE } else { 8 };
+        if rows < WIDE_ROWS {
+            let cut = cut(rows, n, k, max_parts, multiple, self.multiprocessors);
+            Plan {
+                kernel: &self.kernels[cut.kernel()],
+                threads: 128 * cut.groups() + 32,
+                shared_bytes: cut.shared_bytes(),
+                cluster: 1,
+                block_rows: cut.rows,
+                batch: cut.batch,
+                x_rows: rows.min(cut.batch),
+                tiles: n.div_ceil(cut.rows),
+                parts: cut.parts,
+                stages: cut.stages,
+            }
+        } else {
+            let cut = wide::Cut::new(rows, n, k, max_parts, multiple, self.multiprocessors);
+            Plan {
+                kernel: &self.wide[cut.kernel()],
+                threads: cut.threads(),
+                shared_bytes: cut.shared_bytes(),
+                cluster: wide::CLUSTER,
+                block_rows: cut.rows,
+                batch: cut.batch,
+                x_rows: cut.x_rows,
+                tiles: n.div_ceil(cut.rows).next_multiple_of(wide::CLUSTER),
+                parts: cut.parts,
+                stages: cut.stages,
+            }
+        }
     }
 
     /// Queues the product that `arguments` tells of. Returns the parts written.
@@ -171,13 +237,11 @@ impl BatchProducts {
         max_parts: usize,
         cost: LaunchCost,
     ) -> Result<usize> {
+        let plan = self.plan(&arguments, max_parts);
         let (rows, n, k) = (arguments.rows as usize, arguments.n as usize, arguments.k as usize);
-        let max_parts = if arguments.output == PARTS { max_parts } else { 1 };
-        let multiple = if arguments.output == SILU { 2 * GATE_UP_INTERLEAVE } else { 8 };
-        let cut = cut(rows, n, k, max_parts, multiple, self.multiprocessors);
         let block = BatchArguments {
-            w: tensor_map(arguments.w, n, k, cut.rows)?,
-            x: tensor_map(arguments.x, rows, k, cut.batch)?,
+            w: tensor_map(arguments.w, n, k, plan.block_rows)?,
+            x: tensor_map(arguments.x, rows, k, plan.x_rows)?,
             bias: arguments.bias,
             y: arguments.y,
             part_stride: arguments.part_stride,
@@ -186,19 +250,21 @@ impl BatchProducts {
             k: arguments.k,
             stride: arguments.stride,
             output: arguments.output,
-            parts: cut.parts as u32,
-            block_rows: cut.rows as u32,
-            stages: cut.stages as u32,
-            unused: [0; 2],
+            parts: plan.parts as u32,
+            block_rows: plan.block_rows as u32,
+            x_rows: plan.x_rows as u32,
+            stages: plan.stages as u32,
+            unused: 0,
         };
-        let grid = [n.div_ceil(cut.rows) as u32, cut.parts as u32, rows.div_ceil(cut.batch) as u32];
-        let launch = Launch::grid(grid, (128 * cut.groups() + 32) as u32)
-            .shared(cut.shared_bytes() as u32)
+        let grid = [plan.tiles, plan.parts, rows.div_ceil(plan.batch)].map(|size| size as u32);
+        let launch = Launch::grid(grid, plan.threads as u32)
+            .shared(plan.shared_bytes as u32)
+            .cluster(plan.cluster as u32)
             .cost(cost.bytes, cost.flops)
             .overlapping();
         // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
-        unsafe { stream.launch(&self.kernels[cut.kernel()], launch, &[Arg::Struct(bytes_of(&[block]))])? };
-        Ok(cut.parts)
+        unsafe { stream.launch(plan.kernel, launch, &[Arg::Struct(bytes_of(&[block]))])? };
+        Ok(plan.parts)
     }
 }
 
@@ -234,7 +300,7 @@ mod tests {
         assert_eq!(size_of::<BatchArguments>() % 64, 0);
         let groups: usize = BATCHES.iter().map(|(_, groups)| groups).sum();
         assert_eq!(groups, NAMES.len());
-        for (batch, rows) in [(16, 64), (32, 144), (64, 65), (128, 192)] {
+        for (batch, rows) in [(8, 64), (16, 64), (32, 144), (64, 65), (128, 192)] {
             let cut = Cut { batch, rows, parts: 1, stages: 4 };
             assert_eq!(NAMES[cut.kernel()], format!("product_batch_{batch}_{}", rows.div_ceil(64)));
         }
@@ -242,7 +308,7 @@ mod tests {
 
     #[test]
     fn cuts_fill_the_multiprocessors_and_fit_them() {
-        for rows in [9, 16, 17, 64, 65, 128, 256] {
+        for rows in [1, 8, 9, 16, 17, 64, 65, 128, 256] {
             for (n, k, max_parts, multiple) in [
                 (12352, 2560, 1, 8),
                 (10240, 2560, 1, 8),

@@ -536,12 +536,17 @@ impl Forward {
             pitch: self.spec.vocab_size,
             vocab: self.spec.real_vocab_size,
         };
+        let to_logits = Output::Float { to: logits.at, stride: logits.pitch };
         if sampled > 0 {
             // SAFETY: as `run`, with room for `limits.outputs` rows.
             unsafe {
-                self.head(stream, view, addend, 0, sampled)?;
+                let by_keys = !batch.draws && self.linear.finds_best(sampled, self.weights.head());
+                let output = if by_keys { self.samplers.best(logits.vocab) } else { to_logits };
+                self.head(stream, view, addend, 0, sampled, output)?;
                 stream.set_role("sample");
-                if batch.draws {
+                if by_keys {
+                    self.samplers.greedy_from_keys(stream, sampled, sink)?;
+                } else if batch.draws {
                     self.samplers.sample(stream, sampled, logits, view.at(view.offsets.samples), sink)?;
                 } else {
                     self.samplers.greedy(stream, sampled, logits, sink)?;
@@ -555,7 +560,7 @@ impl Forward {
             while first < end {
                 let count = (end - first).min(self.limits.outputs);
                 // SAFETY: as `run`, with room for `limits.outputs` rows.
-                unsafe { self.head(stream, view, addend, first, count)? };
+                unsafe { self.head(stream, view, addend, first, count, to_logits)? };
                 stream.set_role("sample");
                 on_logits(stream, first, count, buffers.logits.pointer())?;
                 first += count;
@@ -564,10 +569,10 @@ impl Forward {
         Ok(())
     }
 
-    /// Logits of output rows `first..first + count`.
+    /// The head's product of output rows `first..first + count`.
     ///
     /// # Safety
-    /// As [`Self::run`]; `count` is at most `limits.outputs`.
+    /// As [`Self::run`]; `count` is at most `limits.outputs`, and `output` takes as many rows.
     unsafe fn head(
         &self,
         stream: &Stream,
@@ -575,6 +580,7 @@ impl Forward {
         addend: Addend,
         first: usize,
         count: usize,
+        output: Output,
     ) -> Result<()> {
         let (buffers, weights) = (&self.buffers, &self.weights);
         let select = view.at(view.offsets.select + 4 * first);
@@ -592,7 +598,6 @@ impl Forward {
                 normed,
             )?;
             stream.set_role("head");
-            let output = Output::Float { to: buffers.logits.pointer(), stride: self.spec.vocab_size };
             self.linear.launch(stream, normed, count, weights.head(), output)?;
         }
         Ok(())

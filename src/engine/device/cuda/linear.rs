@@ -36,8 +36,8 @@ impl PlainLinear {
             Output::Float { to, stride } => (to, stride, 1, 4 * w.rows),
             Output::SiluMul { to, stride } => (to, stride, 2, w.rows),
             Output::Partials { to, .. } => (to, w.rows, 1, 4 * w.rows),
-            Output::Residual { .. } => {
-                return Err(Error::failed("the plain product does not add to the residual stream", ""));
+            Output::Residual { .. } | Output::Best { .. } => {
+                return Err(Error::failed("the plain product only writes its sums", ""));
             }
         };
         let grid = [w.rows.div_ceil(64) as u32, rows.div_ceil(64) as u32, 1];

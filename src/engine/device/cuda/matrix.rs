@@ -10,7 +10,7 @@
 //! | attention in | q (with gate), k, v | hidden | [`Output::Half`], bias for qwen2 |
 //! | delta net out, o, down | hidden | value size, query size, intermediate | [`Output::Partials`], [`Output::Residual`] |
 //! | gate and up, interleaved | 2 x intermediate | hidden | [`Output::SiluMul`] |
-//! | head | vocabulary | hidden | [`Output::Float`], or the greedy arg max alone |
+//! | head | vocabulary | hidden | [`Output::Float`], [`Output::Best`] |
 
 use super::driver::DeviceBuffer;
 
@@ -62,6 +62,9 @@ pub enum Output {
     /// Added to the residual stream itself, fp32 [rows of x, W's rows]: for many rows, where the products say so
     /// (`Products::adds`), since the norm then reads and writes less.
     Residual { to: u64 },
+    /// For each row of x the largest among W's first `vocab` rows and which it is: `keys` u64 [rows of x], of what is there
+    /// and the key found (cuda/best.cuh) the larger. Where the products say so (`Products::finds_best`).
+    Best { keys: u64, vocab: usize },
 }
 
 /// Rows of gate before as many rows of up, in the interleaved gate and up matrix. Intermediate sizes are multiples of it.

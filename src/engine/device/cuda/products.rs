@@ -2,9 +2,9 @@
 //!
 //! | rows of x | product |
 //! |---|---|
-//! | few (1 to 8, to 32 without cuBLASLt off Hopper) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
-//! | to 128 on Hopper, any more without cuBLASLt | `product_batch_*` ([`batch_product`](super::batch_product)): one block a multiprocessor, fed by the copy engine |
+//! | to 128 on Hopper, 256 without cuBLASLt | `product_batch_*`, `product_wide_*` ([`batch_product`](super::batch_product)): one block a multiprocessor, fed by the copy engine |
 //! | more than 448 on Hopper (256 without cuBLASLt) | `gemm_*` ([`gemm`](super::gemm)), or cuBLASLt where that was found faster |
+//! | few elsewhere (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
 //! | more | cuBLASLt where it is installed, else `product_tile_*` on tensor cores |
 //! | any, odd shapes | `linear` (cuda/linear.cu) |
 //!
@@ -74,6 +74,8 @@ pub(super) const SILU: u32 = 2;
 pub(super) const PARTS: u32 = 3;
 /// `gemm_*`, cuBLASLt and `int4_batch_*`.
 const RESIDUAL: u32 = 4;
+/// `product_batch_*` and `product_wide_*`.
+const BEST: u32 = 5;
 
 /// y = x Wᵀ for `rows` rows at `x`.
 #[derive(Clone, Copy)]
@@ -161,6 +163,17 @@ impl Products {
         }
     }
 
+    /// Whether the product of so many rows takes [`Output::Best`].
+    pub fn finds_best(&self, rows: usize, w: &Matrix) -> bool {
+        w.format == MatrixFormat::F16 && rows < GEMM_ROWS && self.hopper(rows, w).is_some()
+    }
+
+    /// The warpgroup products, where they are there and the fastest.
+    fn hopper(&self, rows: usize, w: &Matrix) -> Option<&BatchProducts> {
+        let eights = w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8);
+        self.hopper.as_ref().filter(|hopper| eights && (self.library.is_none() || hopper.beats_library(rows)))
+    }
+
     /// Lets cuBLASLt find the fastest algorithms for the 16-bit matrices of `uses` with up to `rows` rows. Returns how many
     /// shapes had to be timed.
     ///
@@ -190,6 +203,7 @@ impl Products {
                 }
                 Output::Partials { .. } => (y, stride, rows.min(ADD_ROWS - 1), Sums::Float),
                 Output::Residual { .. } => (y, stride, rows, Sums::Added),
+                Output::Best { .. } => continue,
             };
             let shape = Shape { rows: most, n: w.rows, k: w.cols, stride, sums };
             let list = match output {
@@ -248,11 +262,14 @@ impl Products {
             return unsafe { self.int4(stream, job) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
-        let few = if self.library.is_some() || self.hopper.is_some() { LIBRARY_ROWS - 1 } else { 32 };
+        let few = match (&self.hopper, &self.library) {
+            (Some(_), _) => 0,
+            (None, Some(_)) => LIBRARY_ROWS - 1,
+            (None, None) => 32,
+        };
         let eights = w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8);
         let library = self.library.as_ref().filter(|_| eights);
-        let hopper =
-            self.hopper.as_ref().filter(|hopper| eights && (library.is_none() || hopper.beats_library(rows)));
+        let hopper = self.hopper(rows, w);
         let gemm = self.gemm.as_ref().filter(|_| eights && self.prefers_gemm(&job));
         // SAFETY: the caller's promise, for each.
         unsafe {
@@ -443,7 +460,7 @@ fn arguments(job: Job, parts: usize) -> Arguments {
         y,
         part_stride: part_stride as u64,
         rows: rows as u32,
-        n: w.rows as u32,
+        n: if let Output::Best { vocab, .. } = output { vocab } else { w.rows } as u32,
         k: w.cols as u32,
         stride: stride as u32,
         output: kind,
@@ -469,6 +486,7 @@ fn destination(w: &Matrix, output: Output) -> (u32, u64, usize, usize, usize) {
         Output::SiluMul { to, stride } => (SILU, to, stride, 0, 1),
         Output::Partials { to, part_stride, .. } => (PARTS, to, w.rows, part_stride, 4),
         Output::Residual { to } => (RESIDUAL, to, w.rows, 0, 4),
+        Output::Best { keys, .. } => (BEST, keys, 0, 0, 0),
     }
 }
 

@@ -154,6 +154,15 @@ pub const GEMM_HOPPER: Unit = Unit {
     max_capability: 90,
 };
 
+pub const PRODUCTS_WIDE: Unit = Unit {
+    file: "products_wide.cu",
+    source: include_str!("../../../../cuda/products_wide.cu"),
+    defines: &[],
+    hot: super::batch_product::WIDE_NAMES,
+    min_capability: 90,
+    max_capability: 90,
+};
+
 pub const INT4: Unit = Unit {
     file: "int4.cu",
     source: include_str!("../../../../cuda/int4.cu"),
@@ -209,6 +218,7 @@ pub const ALL: &[&Unit] = &[
     &PRODUCTS,
     &PRODUCTS_HOPPER,
     &GEMM_HOPPER,
+    &PRODUCTS_WIDE,
     &INT4,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,

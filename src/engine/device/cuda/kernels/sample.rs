@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
 use crate::engine::device::cuda::launch::{Launch, Stream};
+use crate::engine::device::cuda::matrix::Output;
 use crate::engine::device::cuda::units;
 use crate::engine::request::SamplingParams;
 
@@ -59,6 +60,7 @@ pub struct Sink {
 
 pub struct Samplers {
     greedy: Kernel,
+    from_keys: Kernel,
     rows: Kernel,
     log_probability: Kernel,
     keys: DeviceBuffer,
@@ -70,6 +72,7 @@ impl Samplers {
     pub fn new(gpu: &Gpu, max_rows: usize) -> Result<Self> {
         Ok(Self {
             greedy: gpu.kernel(&units::SAMPLE, "sample_greedy")?,
+            from_keys: gpu.kernel(&units::SAMPLE, "sample_keys")?,
             rows: gpu.kernel(&units::SAMPLE, "sample_rows")?,
             log_probability: gpu.kernel(&units::SAMPLE, "log_probability")?,
             keys: gpu.allocate_zeroed(8 * max_rows as u64)?,
@@ -99,6 +102,28 @@ impl Samplers {
             .cost(4 * (rows * logits.vocab) as u64, 0);
         // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
         unsafe { stream.launch(&self.greedy, launch, &args) }
+    }
+
+    /// Where the head's product leaves the largest logit of each row, for [`Self::greedy_from_keys`].
+    pub fn best(&self, vocab: usize) -> Output {
+        Output::Best { keys: self.keys.pointer(), vocab }
+    }
+
+    /// The largest logit of each row, from what a product with the output [`Self::best`] found.
+    ///
+    /// # Safety
+    /// As [`Self::greedy`].
+    pub unsafe fn greedy_from_keys(&self, stream: &Stream, rows: usize, sink: Sink) -> Result<()> {
+        let args = [
+            (&self.keys).into(),
+            (rows as u32).into(),
+            sink.header.into(),
+            sink.ring.into(),
+            sink.host.into(),
+        ];
+        let launch = Launch::new(rows.div_ceil(256) as u32, 256).overlapping().cost(16 * rows as u64, 0);
+        // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+        unsafe { stream.launch(&self.from_keys, launch, &args) }
     }
 
     /// A token for each row as its [`SampleRow`] says (`samples`: their device address).

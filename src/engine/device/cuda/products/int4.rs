@@ -221,6 +221,7 @@ fn from_row(output: Output, first: usize, n: usize) -> Output {
             Output::Partials { to: down(to, n, 4), part_stride, max_parts }
         }
         Output::Residual { to } => Output::Residual { to: down(to, n, 4) },
+        Output::Best { .. } => output,
     }
 }
 
