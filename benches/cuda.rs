@@ -1,8 +1,9 @@
-//! Times decode steps, prefills and the ceilings of a GPU: `cargo bench --bench cuda -- [preset] [batch,batch,...]`.
+//! Times decode steps, prompts and the ceilings of a GPU:
+//! `cargo bench --bench cuda -- [preset] [batches] [prompts] [batches at 8,192 or 4,096 tokens] [--portable]`, lists as `1,8,32`.
 //!
 //! A decode step is the wall time of 64 steps after 16 warm ones, at a context of 128 tokens, two steps in flight. Beside it
-//! stands the floor that `account.rs` gives on the measured ceilings. With `--trace B` the kernels of one step of
-//! batch B are listed by total time. Prints that it was skipped where there is no usable GPU.
+//! stands the floor that `account.rs` gives on the measured ceilings. Last come the kernels, by total time, of a step of one
+//! sequence, of the largest batch and of a prompt. Prints that it was skipped where there is no usable GPU.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -10,7 +11,7 @@ use std::time::Instant;
 use inferwall::engine::account::{SequenceShape, step_cost};
 use inferwall::engine::cache::plan::plan_cache;
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CpuMath, EngineConfig};
+use inferwall::engine::config::{CpuMath, CudaKernels, EngineConfig};
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::{Device, Input, LoadOptions, SequenceStep, Session, Step, Ticket, Want};
 use inferwall::engine::model::{ModelRef, OpenOptions, open};
@@ -129,6 +130,9 @@ impl Bench {
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let (flags, arguments): (Vec<String>, Vec<String>) =
+        arguments.into_iter().partition(|argument| argument.starts_with("--"));
+    let portable = flags.iter().any(|flag| flag == "--portable");
     let preset = arguments.first().map_or("qwen3.5-4b", String::as_str);
     let numbers = |text: &str| -> Vec<usize> { text.split(',').filter_map(|n| n.parse().ok()).collect() };
     let batches = arguments.get(1).map_or_else(|| vec![1, 8, 32, 64, 128, 256], |list| numbers(list));
@@ -158,9 +162,10 @@ fn main() {
         max_num_seqs: most,
         max_num_batched_tokens: prefills.iter().copied().max().unwrap_or(2048).max(2048),
         max_model_len: longest,
+        cuda_kernels: if portable { CudaKernels::Portable } else { CudaKernels::Auto },
         ..EngineConfig::default()
     };
-    device.configure(&opened.layout, &mut config);
+    device.configure(&opened.layout, &mut config).unwrap();
     let plan =
         plan_cache(&opened.layout, &config, free, total, device.default_dtypes(), Some(longest)).unwrap();
     let opening = Instant::now();

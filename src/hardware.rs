@@ -19,6 +19,8 @@ pub struct Gpu {
     /// As typed after `sim:`.
     pub id: &'static str,
     pub name: &'static str,
+    /// CUDA compute capability, times ten.
+    pub capability: i32,
     pub streaming_multiprocessors: u32,
     /// Memory a program can use, bytes.
     pub memory_bytes: u64,
@@ -53,6 +55,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "a10g",
         name: "NVIDIA A10G",
+        capability: 86,
         streaming_multiprocessors: 80,
         memory_bytes: 23_028 << 20,
         sheet_bytes_per_s: 600e9,
@@ -70,6 +73,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "l4",
         name: "NVIDIA L4",
+        capability: 89,
         streaming_multiprocessors: 58,
         memory_bytes: 23_034 << 20,
         sheet_bytes_per_s: 300e9,
@@ -81,6 +85,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "rtx4090",
         name: "NVIDIA GeForce RTX 4090",
+        capability: 89,
         streaming_multiprocessors: 128,
         memory_bytes: 24_564 << 20,
         sheet_bytes_per_s: 1008e9,
@@ -92,6 +97,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "rtx5090",
         name: "NVIDIA GeForce RTX 5090",
+        capability: 120,
         streaming_multiprocessors: 170,
         memory_bytes: 32_607 << 20,
         sheet_bytes_per_s: 1792e9,
@@ -103,6 +109,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "a100-80",
         name: "NVIDIA A100 80GB SXM",
+        capability: 80,
         streaming_multiprocessors: 108,
         memory_bytes: 81_920 << 20,
         sheet_bytes_per_s: 2039e9,
@@ -114,6 +121,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "h100",
         name: "NVIDIA H100 SXM",
+        capability: 90,
         streaming_multiprocessors: 132,
         memory_bytes: 81_559 << 20,
         sheet_bytes_per_s: 3352e9,
@@ -125,6 +133,7 @@ pub const GPUS: [Gpu; 7] = [
     Gpu {
         id: "h200",
         name: "NVIDIA H200 SXM",
+        capability: 90,
         streaming_multiprocessors: 132,
         memory_bytes: 143_771 << 20,
         sheet_bytes_per_s: 4800e9,

@@ -65,7 +65,7 @@ impl SimulatedArm {
         let schedule = self.schedule()?;
         let mut device = device.clone();
         let mut engine_config = self.engine.clone();
-        device.configure(&self.layout, &mut engine_config);
+        device.configure(&self.layout, &mut engine_config)?;
         engine_config.async_scheduling.get_or_insert(device.default_async_scheduling());
         let bytes = device.free_bytes();
         let plan = plan_simulated_cache(

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cpu_rig::{Golden, Options, Part, Rig, SLOTS, fixture};
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::{
@@ -225,11 +225,9 @@ fn geometry() -> (ModelLayout, WeightSource) {
 #[test]
 fn real_head_sizes_match_the_cpu_at_every_length() {
     let test = "real_head_sizes_match_the_cpu_at_every_length";
-    for portable in [false, true] {
+    for cuda_kernels in [CudaKernels::Auto, CudaKernels::Portable] {
         let Some((mut device, _alone)) = device(test) else { return };
-        if portable {
-            device = device.portable();
-        }
+        let portable = cuda_kernels == CudaKernels::Portable;
         let (layout, source) = geometry();
         let cpu_load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
         let mut cpu = CpuDevice::new(None).unwrap();
@@ -237,7 +235,8 @@ fn real_head_sizes_match_the_cpu_at_every_length() {
         let mut reference = Rig::of_model(cpu_model, Options { max_drafts: 0, ..Options::default() });
         let tokens: Vec<u32> = (0..200u32).map(|i| (i * 7919 + 13) % 1000).collect();
         let expected = reference.logits(0, &tokens, &[200]);
-        let mut rig = Rig::of_model(load(&mut device, &layout, &source), options());
+        let mut rig =
+            Rig::of_model(load(&mut device, &layout, &source), Options { cuda_kernels, ..options() });
         for pieces in [&[200][..], &[1], &[64, 65, 71], &[9], &[130, 1], &[16, 17]] {
             let found = rig.logits(2, &tokens, pieces);
             assert_near(&format!("portable {portable} {pieces:?}"), &found, &expected, 4e-3);

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cpu_rig::{Golden, Options, Rig, fixture};
 use half::f16;
-use inferwall::engine::config::{CacheDtype, CpuMath};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels};
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::cuda::driver::{DeviceBuffer, Gpu};
 use inferwall::engine::device::cuda::int4;
@@ -342,20 +342,18 @@ fn golden_checkpoints_match() {
     let test = "golden_checkpoints_match";
     let _alone = turn();
     for name in ["hybrid-geom-awq", "hybrid-geom-awq-mlp", "hybrid-geom-ct"] {
-        for portable in [false, true] {
+        for cuda_kernels in [CudaKernels::Auto, CudaKernels::Portable] {
             let mut device = match CudaDevice::new(0) {
                 Ok(device) => device,
                 Err(error) => return skip(test, format_args!("{error}; {}", error.hint())),
             };
-            if portable {
-                device = device.portable();
-            }
             let (folder, golden) = (fixture(name), Golden::read(&fixture(name)));
             let opened = open(&ModelRef::Folder(folder.clone()), &OpenOptions::default()).unwrap();
             let load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
             let model = device.load(&opened.layout, &opened.weights, &load, &mut |_| {}).unwrap();
             let limit = limit(&folder);
-            let options = Options { kv_dtype: CacheDtype::F16, max_drafts: 0, ..Options::default() };
+            let options =
+                Options { kv_dtype: CacheDtype::F16, max_drafts: 0, cuda_kernels, ..Options::default() };
             let mut rig = Rig::of_model(model, options);
             for pieces in [&[golden.ids.len()][..], &[1], &[2], &[9], &[64, 86], &[17], &[100, 1]] {
                 let found = rig.logits(1, &golden.ids, pieces);
@@ -366,10 +364,10 @@ fn golden_checkpoints_match() {
                     size += f64::from(*e).powi(2);
                 }
                 let error = (apart / size).sqrt();
-                println!("{name}, portable {portable}, {pieces:?}: {error:.2e} of {limit:.1e}");
+                println!("{name}, {cuda_kernels:?} kernels, {pieces:?}: {error:.2e} of {limit:.1e}");
                 assert!(
                     error <= limit,
-                    "{name}, portable {portable}, {pieces:?}: {error:.3e} of {limit:.1e}"
+                    "{name}, {cuda_kernels:?} kernels, {pieces:?}: {error:.3e} of {limit:.1e}"
                 );
             }
         }

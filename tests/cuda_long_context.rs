@@ -4,7 +4,7 @@
 mod skip;
 
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::{CachePlan, Device, Input, LoadOptions, SequenceStep, Session, Step, Want};
@@ -42,7 +42,7 @@ fn model() -> (ModelLayout, WeightSource) {
     (layout, Box::new(source))
 }
 
-fn open(device: &mut dyn Device, kv_dtype: CacheDtype) -> Box<dyn Session> {
+fn open(device: &mut dyn Device, kv_dtype: CacheDtype, cuda_kernels: CudaKernels) -> Box<dyn Session> {
     let (layout, source) = model();
     let load = LoadOptions { cpu_math: CpuMath::F32, threads: None };
     let model = device.load(&layout, &source, &load, &mut |_| {}).unwrap();
@@ -59,7 +59,8 @@ fn open(device: &mut dyn Device, kv_dtype: CacheDtype) -> Box<dyn Session> {
         max_num_batched_tokens: CHUNK,
         max_drafts: 0,
     };
-    model.open(&plan, &EngineConfig::default(), &Clock::real()).unwrap()
+    let config = EngineConfig { cuda_kernels, ..EngineConfig::default() };
+    model.open(&plan, &config, &Clock::real()).unwrap()
 }
 
 /// The sequence's blocks, scattered over the pool.
@@ -100,15 +101,14 @@ fn logits(session: &mut dyn Session) -> Vec<Vec<f32>> {
 #[test]
 fn thirty_two_thousand_tokens_stay_finite_and_match_the_cpu() {
     let test = "thirty_two_thousand_tokens_stay_finite_and_match_the_cpu";
-    let gpu = match CudaDevice::new(0) {
+    let mut gpu = match CudaDevice::new(0) {
         Ok(device) => device,
         Err(error) => return skip(test, format_args!("{error}; {}", error.hint())),
     };
     let mut cpu = CpuDevice::new(None).unwrap();
-    let expected = logits(&mut *open(&mut cpu, CacheDtype::F32));
-    let portable = CudaDevice::new(0).unwrap().portable();
-    for (name, mut device) in [("best", gpu), ("portable", portable)] {
-        let found = logits(&mut *open(&mut device, CacheDtype::F16));
+    let expected = logits(&mut *open(&mut cpu, CacheDtype::F32, CudaKernels::Auto));
+    for (name, kernels) in [("best", CudaKernels::Auto), ("portable", CudaKernels::Portable)] {
+        let found = logits(&mut *open(&mut gpu, CacheDtype::F16, kernels));
         assert_eq!(found.len(), expected.len());
         for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert!(found.iter().all(|x| x.is_finite()), "{name} kernels, step {step}: not finite");

@@ -23,7 +23,7 @@ pub struct DiffFlags {
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 
-    /// Exit with 1 if any metric has this verdict: improved, regressed, "no change", "within noise"
+    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise" or "no change"
     #[arg(long, value_name = "VERDICT")]
     fail_on: Option<String>,
 }

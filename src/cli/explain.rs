@@ -40,6 +40,12 @@ pub struct ExplainFlags {
 
 impl ExplainFlags {
     pub fn run(self) -> Result<()> {
+        if self.format == Format::Csv && !self.compare_sim {
+            return Err(Error::invalid(
+                "an explanation is text: it has no CSV form",
+                "take --format table, md or json; the numbers are in summary.csv and steps.csv",
+            ));
+        }
         let results = RunResults::read(&self.run)?;
         if self.sim.is_none() && !results.has_roofs() {
             output::note("this device has no roofs: only what the steps themselves show");

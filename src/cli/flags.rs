@@ -58,10 +58,23 @@ pub struct PlanFlags {
     /// A smaller load that still shows the shape
     #[arg(long)]
     pub quick: bool,
+}
 
+/// A part of a plan, where a plan is run in parts.
+#[derive(Debug, Clone, Args)]
+pub struct ShardFlag {
     /// Run the i-th of n parts of the plan; `merge` joins them
     #[arg(long, value_name = "I/N")]
-    pub shard: Option<String>,
+    shard: Option<String>,
+}
+
+impl ShardFlag {
+    pub fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
+        if let Some(shard) = &self.shard {
+            options.shard = Some(shard.parse()?);
+        }
+        Ok(())
+    }
 }
 
 impl PlanFlags {
@@ -84,9 +97,6 @@ impl PlanFlags {
         options.repeats = self.repeats.or(options.repeats);
         options.seed = self.seed.or(options.seed);
         options.quick |= self.quick;
-        if let Some(shard) = &self.shard {
-            options.shard = Some(shard.parse()?);
-        }
         Ok(())
     }
 }

@@ -34,8 +34,16 @@ impl ReportFlags {
                 ));
             }
             results.record.claims = claims::check(&results);
-            for (name, text) in export::report_files(&results)? {
-                ResultsFolder::write_whole(path, name, text.as_bytes())?;
+            // (A folder that was thinned out for keeping: its report says what can no longer be made from what is left.)
+            if results.steps.is_empty() && path.join("report.md").exists() {
+                output::note(&format!(
+                    "{}: steps.csv is missing, so report.md stays as it was",
+                    path.display()
+                ));
+            } else {
+                for (name, text) in export::report_files(&results)? {
+                    ResultsFolder::write_whole(path, name, text.as_bytes())?;
+                }
             }
             match self.format {
                 Format::Table | Format::Md => {

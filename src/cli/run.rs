@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::execute::{self, Request};
-use super::flags::{ExperimentsFlag, PlanFlags, RunOutputFlags};
+use super::flags::{ExperimentsFlag, PlanFlags, RunOutputFlags, ShardFlag};
 use crate::experiment::plan::PlanOptions;
 use crate::{Error, Result};
 
@@ -25,6 +25,9 @@ pub struct RunFlags {
 
     #[command(flatten)]
     plan: PlanFlags,
+
+    #[command(flatten)]
+    shard: ShardFlag,
 
     #[command(flatten)]
     output: RunOutputFlags,
@@ -51,6 +54,7 @@ impl RunFlags {
         options.values = self.values.clone().or(options.values.take());
         options.slo = self.slo.clone().or(options.slo.take());
         options.experiments_file = self.experiments.experiments.clone().or(options.experiments_file.take());
-        self.plan.lay_over(options)
+        self.plan.lay_over(options)?;
+        self.shard.lay_over(options)
     }
 }

@@ -158,12 +158,6 @@ impl SaturateFlags {
                 "the start is a rate above 0, the precision a share between 0 and 1",
             ));
         }
-        if self.plan.shard.is_some() {
-            return Err(Error::invalid(
-                "saturate cannot be sharded: each rate follows from what the one before did",
-                "leave out --shard",
-            ));
-        }
         options.search = Some(span);
         options.sweep = vec![("request_rate".to_string(), span.start.to_string())];
         self.plan.lay_over(&mut options)?;

@@ -22,7 +22,7 @@ use crate::{Error, Result};
 /// Flags that choose model, device and engine.
 #[derive(Debug, Args)]
 pub struct ModelFlags {
-    /// A folder, a hub id, or synthetic:PRESET
+    /// A folder, a hub id, or synthetic:PRESET; left out, synthetic:demo, and synthetic:qwen3.5-4b on a GPU
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
 
@@ -76,10 +76,11 @@ impl ModelFlags {
         if !chosen.reason.is_empty() {
             output::note(&format!("device: {} ({})", chosen.device.info().id, chosen.reason));
         }
-        let model = self
-            .model
-            .clone()
-            .unwrap_or_else(|| device::default_model(chosen.device.info().kind).to_string());
+        let model = self.model.clone().unwrap_or_else(|| {
+            let model = device::default_model(chosen.device.info().kind);
+            output::note(&format!("model: {model} (random weights; --model takes a folder or a hub id)"));
+            model.to_string()
+        });
         let reference: ModelRef = model.parse()?;
         let opened = open(&reference, &OpenOptions { seed: self.seed, download: true, show_progress: true })?;
         Ok(Checked { device: chosen.device, opened, config })
@@ -133,7 +134,7 @@ impl Checked {
                 "give fewer tokens",
             ));
         }
-        self.device.configure(layout, &mut self.config);
+        self.device.configure(layout, &mut self.config)?;
         let plan = if self.device.info().kind == DeviceKind::Sim { plan_simulated_cache } else { plan_cache };
         let pools = plan(
             layout,

@@ -3,11 +3,11 @@
 use clap::Args;
 
 use super::execute::build_plan;
-use super::flags::{ExperimentsFlag, Format, PlanFlags};
+use super::flags::{ExperimentsFlag, Format, PlanFlags, ShardFlag};
 use super::output;
 use crate::Result;
 use crate::engine::config::EngineConfig;
-use crate::engine::model::{ModelRef, synthetic_layout};
+use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::estimate;
 use crate::experiment::plan::{Arm, Plan, PlanOptions};
 use crate::experiment::spec::Rig;
@@ -30,6 +30,9 @@ pub struct ShowFlags {
     #[command(flatten)]
     plan: PlanFlags,
 
+    #[command(flatten)]
+    shard: ShardFlag,
+
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 }
@@ -43,11 +46,13 @@ impl ShowFlags {
             ..PlanOptions::default()
         };
         self.plan.lay_over(&mut options)?;
+        self.shard.lay_over(&mut options)?;
         let (rig, reason) = device::rig(&options.device)?;
         let plan = build_plan(&options, &rig)?;
         match self.format {
             Format::Json => output::data(&json::array(std::slice::from_ref(&plan))?),
-            format => output::data(&text(&plan, &rig, &reason, format)?),
+            Format::Csv => output::data(&arms(&plan, Format::Csv)?),
+            Format::Table | Format::Md => output::data(&text(&plan, &rig, &reason, self.format)?),
         }
     }
 }
@@ -58,7 +63,7 @@ fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> 
     let because = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
     text += &format!("device: {}{because}\n", rig.id);
     for model in models(plan) {
-        text += &format!("model: {model}{}\n", size(model));
+        text += &format!("model: {model}{}\n", size(model)?);
     }
     let cells = plan.cells().len();
     let shard = plan.shard.map_or_else(String::new, |shard| format!(", shard {}/{}", shard.index, shard.of));
@@ -74,16 +79,7 @@ fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> 
         text += &format!("{what}: about {}\n", duration(seconds));
     }
     text.push('\n');
-    let header = ["arm", "model", "load", "engine"];
-    let rows: Vec<Vec<String>> = plan
-        .arms
-        .iter()
-        .map(|arm| {
-            let name = if arm.baseline { format!("{} (baseline)", arm.name) } else { arm.name.clone() };
-            vec![name, arm.model.clone(), arm.load.describe(arm.engine.max_num_seqs), engine_words(arm)]
-        })
-        .collect();
-    text += &table::render(format, &header, &rows, &[])?;
+    text += &arms(plan, format)?;
     if !plan.claims.is_empty() {
         text += "\nClaims, checked on every run:\n\n";
         for claim in &plan.claims {
@@ -94,6 +90,18 @@ fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> 
     Ok(text)
 }
 
+fn arms(plan: &Plan, format: Format) -> Result<String> {
+    let rows: Vec<Vec<String>> = plan
+        .arms
+        .iter()
+        .map(|arm| {
+            let name = if arm.baseline { format!("{} (baseline)", arm.name) } else { arm.name.clone() };
+            vec![name, arm.model.clone(), arm.load.describe(arm.engine.max_num_seqs), engine_words(arm)]
+        })
+        .collect();
+    table::render(format, &["arm", "model", "load", "engine"], &rows, &[])
+}
+
 fn models(plan: &Plan) -> Vec<&str> {
     let mut models: Vec<&str> = plan.arms.iter().map(|arm| arm.model.as_str()).collect();
     models.sort_unstable();
@@ -101,19 +109,21 @@ fn models(plan: &Plan) -> Vec<&str> {
     models
 }
 
-/// Bytes of a built-in shape; nothing is opened for a folder or a hub id.
-fn size(model: &str) -> String {
-    let layout = match model.parse() {
-        Ok(ModelRef::Synthetic { preset }) => synthetic_layout(&preset).ok(),
-        _ => None,
-    };
-    layout.map_or_else(String::new, |layout| {
-        format!(
-            " ({} of weights, {} streamed by a step)",
-            bytes(layout.weight_bytes() as f64),
-            bytes(layout.streamed_bytes() as f64)
-        )
-    })
+/// Bytes of a built-in shape or of a folder; a hub id is not looked for.
+///
+/// # Errors
+/// A name that can be no model, a folder that holds none.
+fn size(model: &str) -> Result<String> {
+    let reference: ModelRef = model.parse()?;
+    if matches!(reference, ModelRef::Hub { .. }) {
+        return Ok(String::new());
+    }
+    let layout = open(&reference, &OpenOptions::default())?.layout;
+    Ok(format!(
+        " ({} of weights, {} streamed by a step)",
+        bytes(layout.weight_bytes() as f64),
+        bytes(layout.streamed_bytes() as f64)
+    ))
 }
 
 /// Engine settings that are not the defaults.

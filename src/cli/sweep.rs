@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::execute::{self, Request};
-use super::flags::{PlanFlags, RunOutputFlags};
+use super::flags::{PlanFlags, RunOutputFlags, ShardFlag};
 use crate::experiment::knobs;
 use crate::{Error, Result};
 
@@ -27,6 +27,9 @@ pub struct SweepFlags {
 
     #[command(flatten)]
     plan: PlanFlags,
+
+    #[command(flatten)]
+    shard: ShardFlag,
 
     #[command(flatten)]
     output: RunOutputFlags,
@@ -56,6 +59,7 @@ impl SweepFlags {
         options.zip |= self.zip;
         options.slo = self.slo.or(options.slo.take());
         self.plan.lay_over(&mut options)?;
+        self.shard.lay_over(&mut options)?;
         execute::execute(&Request { options, output: self.output })
     }
 }

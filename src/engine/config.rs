@@ -52,6 +52,16 @@ pub enum CpuMath {
     Bf16,
 }
 
+/// Which kernels the CUDA device picks from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CudaKernels {
+    /// The best for this GPU: warpgroup products and Hopper's copy engine where it has them, cuBLASLt where it is installed.
+    Auto,
+    /// Our own, of the instructions that every supported GPU has.
+    Portable,
+}
+
 /// The resolved settings of one engine session. Fields are the knobs; `None` means derived from memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -94,6 +104,7 @@ pub struct EngineConfig {
     pub async_scheduling: Option<usize>,
     /// Capture decode steps as CUDA graphs.
     pub cuda_graphs: bool,
+    pub cuda_kernels: CudaKernels,
     pub cpu_math: CpuMath,
     /// Worker threads of the CPU device. `None`: one a core.
     pub threads: Option<usize>,
@@ -125,6 +136,7 @@ impl Default for EngineConfig {
             ngram_max: 4,
             async_scheduling: None,
             cuda_graphs: true,
+            cuda_kernels: CudaKernels::Auto,
             cpu_math: CpuMath::F32,
             threads: None,
             sim_noise: 0.0,

@@ -96,6 +96,11 @@ pub static KNOBS: &[Knob] = &[
     engine("ngram_max", COUNT, "longest suffix n-gram speculation looks up"),
     engine("async_scheduling", Kind::AutoInteger { min: 0, max: 2 }, "steps in flight"),
     engine("cuda_graphs", Kind::Bool, "capture decode steps as CUDA graphs"),
+    engine(
+        "cuda_kernels",
+        Kind::Choice(&["auto", "portable"]),
+        "kernels of the CUDA device: the best for the GPU, or those that every GPU runs",
+    ),
     engine("cpu_math", Kind::Choice(&["f32", "bf16"]), "arithmetic of the CPU device"),
     engine("threads", AUTO_COUNT, "worker threads of the CPU device"),
     engine("sim_noise", Kind::Float { min: 0.0, max: 1000.0 }, "scale of a simulated device's seeded noise"),
@@ -173,7 +178,7 @@ pub fn find(name: &str) -> Result<&'static Knob> {
 pub fn nearest<'a>(typed: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     names
         .map(|name| (strsim::jaro_winkler(typed, name), name))
-        .filter(|(similarity, _)| *similarity > 0.75)
+        .filter(|(similarity, _)| *similarity > 0.85)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, name)| name)
 }

@@ -319,7 +319,7 @@ fn load_keys(text: &str) -> Result<Table> {
         let message = error.message().replace('\n', " ");
         let hint = spec::nearest_expected(&message).map_or_else(
             || {
-                "write a key of the load as in experiments.toml: --load 'replay = { file = \"trace.csv\" }'"
+                "write a key of the load as in experiments.toml, texts in quotes: --load 'arrivals = \"constant\"'"
                     .to_string()
             },
             |nearest| format!("did you mean `{nearest}`?"),

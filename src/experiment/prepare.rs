@@ -78,7 +78,7 @@ fn prepare_arm(
     }
     let model = &models[&arm.model];
     let mut config = arm.engine.clone();
-    device.configure(&model.layout, &mut config);
+    device.configure(&model.layout, &mut config)?;
     config.async_scheduling.get_or_insert(device.default_async_scheduling());
     config.validate()?;
     let longest_tokens = schedule(plan, arm, model, 0)?.longest_request_tokens();

@@ -31,7 +31,7 @@ pub fn perplexity(
         threads: options.threads,
         ..EngineConfig::default()
     };
-    device.configure(layout, &mut config);
+    device.configure(layout, &mut config)?;
     // The plan takes the weights off again.
     let free = device.free_bytes() + layout.weight_bytes();
     let total = device.info().memory_bytes;

@@ -209,18 +209,28 @@ pub fn parse(text: &str, file: &str) -> Result<Experiments> {
     let broken = |error: toml::de::Error| {
         let place = error.span().map_or_else(String::new, |span| line_and_column(text, span.start));
         let message = error.message().replace('\n', " ");
-        let hint = nearest_expected(&message).map_or_else(
-            || {
-                "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, rig, \
-                 quick, claims"
-                    .to_string()
-            },
-            |nearest| format!("did you mean `{nearest}`?"),
-        );
+        let hint = match nearest_expected(&message) {
+            Some(nearest) => format!("did you mean `{nearest}`?"),
+            None if DeTable::parse(text).is_err() => {
+                "this is no TOML: a key, `=` and a value a line; texts in quotes, lists in [brackets]".to_string()
+            }
+            None if message.contains("sequence, expected struct") => {
+                "an experiment is one table, [name]; [[name.arms]] and [[name.claims]] are lists".to_string()
+            }
+            None => "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, \
+                     rig, quick, claims"
+                .to_string(),
+        };
         Error::invalid(format!("{file}{place}: {message}"), hint)
     };
     toml::from_str::<BTreeMap<String, ExperimentSpec<LoadSpec, EngineConfig>>>(text).map_err(broken)?;
     let experiments: Experiments = toml::from_str(text).map_err(broken)?;
+    if experiments.is_empty() {
+        return Err(Error::invalid(
+            format!("{file} holds no experiment"),
+            "an experiment is a table: [name], then question, model, knob and values",
+        ));
+    }
     for (name, spec) in &experiments {
         check(name, spec).map_err(|Wrong { path, error }| {
             let place = place_of(text, name, &path);

@@ -74,7 +74,9 @@ impl Feed {
         let probe = match schedule.pacing {
             Pacing::Probe(plan) => Some(ProbeState {
                 plan,
-                ready_s: vec![Some(origin_s); plan.victims],
+                ready_s: (0..plan.victims)
+                    .map(|victim| Some(origin_s + victim as f64 * plan.victim_stagger_s))
+                    .collect(),
                 injected_s: None,
                 to_inject: plan.injectors,
                 unanswered: plan.injectors,

@@ -15,6 +15,8 @@ pub struct Probe {
     /// Tokens of a victim's prompt and answer.
     pub victim_input_len: usize,
     pub victim_output_len: usize,
+    /// Seconds from one victim's first request to the next victim's.
+    pub victim_stagger_s: f64,
     pub injectors: usize,
     pub injector_input_len: usize,
     pub injector_output_len: usize,
@@ -37,6 +39,7 @@ impl Default for Probe {
             victims: 6,
             victim_input_len: 7,
             victim_output_len: 64,
+            victim_stagger_s: 0.0,
             injectors: 12,
             injector_input_len: 5408,
             injector_output_len: 32,
@@ -64,8 +67,12 @@ impl Probe {
                 format!("{key} must be 1 or more"),
             ));
         }
-        for (key, seconds) in [("probe.inject_after_s", self.inject_after_s), ("probe.drain_s", self.drain_s)]
-        {
+        let seconds = [
+            ("probe.victim_stagger_s", self.victim_stagger_s),
+            ("probe.inject_after_s", self.inject_after_s),
+            ("probe.drain_s", self.drain_s),
+        ];
+        for (key, seconds) in seconds {
             if !(seconds >= 0.0 && seconds.is_finite()) {
                 return Err(Error::invalid(
                     format!("{key} = {seconds} is out of bounds"),

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::{
     CachePlan, Device, Input, LoadOptions, Model, SequenceStep, Session, Step, StepOutput, Want,
@@ -36,6 +36,7 @@ pub struct Options {
     pub state_dtype: CacheDtype,
     pub state_write_interval: usize,
     pub max_drafts: usize,
+    pub cuda_kernels: CudaKernels,
 }
 
 impl Default for Options {
@@ -48,6 +49,7 @@ impl Default for Options {
             state_dtype: CacheDtype::F32,
             state_write_interval: 1,
             max_drafts: 6,
+            cuda_kernels: CudaKernels::Auto,
         }
     }
 }
@@ -96,7 +98,8 @@ impl Rig {
             max_num_batched_tokens: 1024,
             max_drafts: options.max_drafts,
         };
-        let session = model.open(&plan, &EngineConfig::default(), &Clock::real()).unwrap();
+        let config = EngineConfig { cuda_kernels: options.cuda_kernels, ..EngineConfig::default() };
+        let session = model.open(&plan, &config, &Clock::real()).unwrap();
         Self { session, model, block_tokens: options.block_tokens, blocks_per_slot }
     }
 

@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 
 use super::account::Ceilings;
 use super::clock::Clock;
-use super::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use super::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
 use super::model::layout::ModelLayout;
 use super::model::weights::WeightSource;
 use super::request::{RequestId, SamplingParams};
-use crate::Result;
+use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -103,7 +103,10 @@ pub trait Device: Send {
     }
 
     /// Sets knobs that were left open and that this rig fixes (a simulated rig's pool), before a plan is made.
-    fn configure(&self, _layout: &ModelLayout, _config: &mut EngineConfig) {}
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid): a knob's value that this device does not have, before anything is loaded.
+    fn configure(&self, _layout: &ModelLayout, _config: &mut EngineConfig) -> Result<()>;
 
     /// Seconds from a request's arrival until the engine has it, and the least gap between two that come in
     /// together: the client and the server in front of a simulated rig. Zero for the embedded engine.
@@ -120,6 +123,17 @@ pub trait Device: Send {
         options: &LoadOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Box<dyn Model>>;
+}
+
+/// What a device without CUDA says to `cuda_kernels = portable`.
+fn refuse_cuda_kernels(config: &EngineConfig, because: &str) -> Result<()> {
+    match config.cuda_kernels {
+        CudaKernels::Auto => Ok(()),
+        CudaKernels::Portable => Err(Error::invalid(
+            format!("cuda_kernels = portable picks among kernels of CUDA: {because}"),
+            "leave cuda_kernels at auto, or take --device cuda",
+        )),
+    }
 }
 
 /// Weights on a device. Cheap to keep while sessions come and go.

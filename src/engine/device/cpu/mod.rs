@@ -34,9 +34,9 @@ use std::sync::{Arc, Mutex};
 use self::isa::Isa;
 use self::model::{CpuModel, lock};
 use self::pool::Pool;
-use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model};
+use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels};
 use crate::engine::account::Ceilings;
-use crate::engine::config::{CacheDtype, CpuMath};
+use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::weights::WeightSource;
 use crate::{Error, Result};
@@ -135,6 +135,19 @@ impl Device for CpuDevice {
 
     fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {
         (CacheDtype::F32, CacheDtype::F32)
+    }
+
+    fn configure(&self, _layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
+        refuse_cuda_kernels(config, "the CPU device has its own")?;
+        match config.state_write_interval {
+            Some(interval) if interval > 1 => Err(Error::invalid(
+                format!(
+                    "state_write_interval = {interval}: the CPU device writes recurrent states with every token"
+                ),
+                "leave state_write_interval at auto",
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn load(

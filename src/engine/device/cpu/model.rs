@@ -293,15 +293,6 @@ impl Model for CpuModel {
     }
 
     fn open(&self, plan: &CachePlan, config: &EngineConfig, clock: &Clock) -> Result<Box<dyn Session>> {
-        if plan.state_write_interval > 1 {
-            return Err(Error::invalid(
-                format!(
-                    "state_write_interval = {}: the CPU device writes recurrent states with every token",
-                    plan.state_write_interval
-                ),
-                "leave state_write_interval at auto",
-            ));
-        }
         let threads = config.threads.unwrap_or(self.threads);
         let mut pool = lock(&self.pool);
         if pool.threads() != threads {

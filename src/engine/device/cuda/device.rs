@@ -12,7 +12,7 @@ use super::{ceilings, compile, cublaslt, libraries, units};
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
-use crate::engine::config::{CacheDtype, EngineConfig};
+use crate::engine::config::{CacheDtype, CudaKernels, EngineConfig};
 use crate::engine::device::{
     CachePlan, Compiled, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
 };
@@ -23,7 +23,6 @@ pub struct CudaDevice {
     gpu: Gpu,
     info: DeviceInfo,
     ceilings: Option<Ceilings>,
-    portable: bool,
     /// Held, so that sessions need not read it again.
     _library: Option<Library>,
 }
@@ -59,13 +58,7 @@ impl CudaDevice {
             facts: rows.map(|(name, value)| (name.to_string(), value)).into(),
         };
         let library = library.map(|(library, _)| library);
-        Ok(Self { gpu, info, ceilings: None, portable: false, _library: library })
-    }
-
-    /// Uses the portable kernels even where the GPU has better ones: for tests and for timing that path.
-    pub fn portable(mut self) -> Self {
-        self.portable = true;
-        self
+        Ok(Self { gpu, info, ceilings: None, _library: library })
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -107,15 +100,17 @@ impl Device for CudaDevice {
         2
     }
 
-    fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) {
+    fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
+        let portable = config.cuda_kernels == CudaKernels::Portable;
         let defers = layout
             .spec
             .delta_net
             .as_ref()
-            .is_some_and(|delta| Delta::defers(&self.gpu, delta, config.state_dtype, self.portable));
+            .is_some_and(|delta| Delta::defers(&self.gpu, delta, config.state_dtype, portable));
         if defers {
             config.state_write_interval.get_or_insert(WRITE_INTERVAL);
         }
+        Ok(())
     }
 
     fn load(
@@ -127,12 +122,7 @@ impl Device for CudaDevice {
     ) -> Result<Box<dyn Model>> {
         self.prepare()?;
         let weights = Arc::new(weights::load(&self.gpu, layout, source, progress)?);
-        Ok(Box::new(CudaModel {
-            gpu: self.gpu.clone(),
-            layout: layout.clone(),
-            weights,
-            portable: self.portable,
-        }))
+        Ok(Box::new(CudaModel { gpu: self.gpu.clone(), layout: layout.clone(), weights }))
     }
 }
 
@@ -140,7 +130,6 @@ struct CudaModel {
     gpu: Gpu,
     layout: ModelLayout,
     weights: Arc<GpuWeights>,
-    portable: bool,
 }
 
 impl Model for CudaModel {
@@ -154,8 +143,7 @@ impl Model for CudaModel {
 
     fn open(&self, plan: &CachePlan, config: &EngineConfig, clock: &Clock) -> Result<Box<dyn Session>> {
         let weights = self.weights.clone();
-        let session =
-            CudaSession::new(&self.gpu, &self.layout.spec, weights, plan, config, clock, self.portable)?;
+        let session = CudaSession::new(&self.gpu, &self.layout.spec, weights, plan, config, clock)?;
         Ok(Box::new(session))
     }
 }

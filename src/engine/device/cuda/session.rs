@@ -19,7 +19,7 @@ use super::prefill_attention::Tiles;
 use super::trace::{self, Timing};
 use super::weights::GpuWeights;
 use crate::engine::clock::Clock;
-use crate::engine::config::EngineConfig;
+use crate::engine::config::{CudaKernels, EngineConfig};
 use crate::engine::device::{
     CachePlan, KernelRecord, SequenceOutput, Session, Step, StepOutput, Ticket, TraceEnd,
 };
@@ -100,11 +100,11 @@ impl CudaSession {
         plan: &CachePlan,
         config: &EngineConfig,
         clock: &Clock,
-        portable: bool,
     ) -> Result<Self> {
         gpu.bind()?;
         let rows = plan.max_num_batched_tokens.max(plan.max_num_seqs);
         let outputs = (plan.max_num_seqs * (1 + plan.max_drafts)).min(rows).max(MIN_OUTPUTS);
+        let portable = config.cuda_kernels == CudaKernels::Portable;
         let forward = Forward::new(gpu, spec, weights, plan, Limits { rows, outputs, portable })?;
         let max_blocks = plan.max_model_len.div_ceil(plan.block_tokens) + 1;
         let bytes = Offsets::capacity(rows, plan.max_num_seqs, max_blocks);

@@ -11,7 +11,7 @@ use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, EngineConfig};
 use crate::engine::device::{
     CachePlan, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, SequenceOutput, Session,
-    Step, StepOutput, Ticket, Want,
+    Step, StepOutput, Ticket, Want, refuse_cuda_kernels,
 };
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::spec::Linear;
@@ -94,6 +94,10 @@ impl Device for FixedDevice {
 
     fn default_async_scheduling(&self) -> usize {
         2
+    }
+
+    fn configure(&self, _layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
+        refuse_cuda_kernels(config, "a device of fixed cost has none")
     }
 
     fn load(

@@ -17,7 +17,8 @@ pub use cost::{ByteFactors, SimParameters, StepExtras, StepTime};
 pub use text::DraftModel;
 
 use self::session::SimModel;
-use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model};
+use super::cuda::kernels::delta as cuda;
+use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels};
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, EngineConfig};
@@ -283,10 +284,18 @@ impl Device for SimDevice {
         if self.is_series() { 2 } else { 1 }
     }
 
-    fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) {
-        if self.is_series() {
-            series::configure(layout, config);
+    fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
+        refuse_cuda_kernels(config, "a simulated GPU has none")?;
+        match (self.base, &layout.spec.delta_net) {
+            (Base::Series(_), _) => series::configure(layout, config),
+            (Base::Gpu(gpu), Some(delta))
+                if cuda::defers_states(gpu.capability, delta, config.state_dtype) =>
+            {
+                config.state_write_interval.get_or_insert(cuda::WRITE_INTERVAL);
+            }
+            _ => {}
         }
+        Ok(())
     }
 
     fn submission_delay_s(&self) -> (f64, f64) {

@@ -34,6 +34,14 @@ pub const WRITE_INTERVAL: usize = 8;
 /// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
 
+/// Whether a GPU of this compute capability (times ten) has kernels that leave such states unwritten for a few tokens. What
+/// they take is Hopper's shared memory: the GPUs of capability 12 have its instructions, and less than half of it.
+pub fn defers_states(capability: i32, shape: &DeltaNet, state: CacheDtype) -> bool {
+    (90..120).contains(&capability)
+        && (shape.key_dim, shape.value_dim) == (128, 128)
+        && matches!(state, CacheDtype::F32 | CacheDtype::Auto)
+}
+
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C, align(16))]
@@ -178,10 +186,8 @@ impl Delta {
 
     /// Whether there is a kernel that leaves states unwritten for a few tokens.
     pub fn defers(gpu: &Gpu, shape: &DeltaNet, state: CacheDtype, portable: bool) -> bool {
-        (shape.key_dim, shape.value_dim) == (128, 128)
-            && gpu.is_hopper_or_newer()
-            && !portable
-            && matches!(state, CacheDtype::F32 | CacheDtype::Auto)
+        !portable
+            && defers_states(gpu.facts().capability, shape, state)
             && gpu.facts().shared_bytes >= STREAM_SHARED + STREAM_STATIC
     }
 
