@@ -72,8 +72,13 @@ DEVICE void fold(float4 *rows, const float *pairs, int count, bool fresh, int ro
 #define READY 4
 #define DONE 8
 
-DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Both count whole warps, so a warp that a loop or a branch may have split comes together first.
+DEVICE void named_sync(int id, int threads) {
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 DEVICE void named_arrive(int id, int threads) {
+    __syncwarp();
     // Arriving alone orders no memory.
     asm volatile("fence.acq_rel.cta;" ::: "memory");
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

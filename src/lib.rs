@@ -3,7 +3,6 @@
 //! Data flows one way: `experiments.toml -> Experiment -> Plan -> (Workload -> Engine -> Device) ->
 //! Recorder -> Summary -> Report`. Nothing in [`engine`] imports from the layers above it.
 
-pub mod calibrate;
 pub mod cli;
 pub mod engine;
 pub mod error;
@@ -11,9 +10,7 @@ pub mod experiment;
 pub mod explain;
 pub mod hardware;
 pub mod measure;
-pub mod predict;
 pub mod report;
-pub mod reproduce;
 pub mod simulation;
 pub mod workload;
 

@@ -1,7 +1,7 @@
 //! The series on its simulated rig: the gates of every part, reproducibility, and speed against simulated time.
 
 use inferwall::engine::device::sim::SimDevice;
-use inferwall::reproduce::{self, Verdict, report};
+use inferwall::simulation::reproduce::{self, Verdict, report};
 
 fn check(part: u32) {
     let device = SimDevice::parse("sim:series").unwrap();

@@ -6,10 +6,10 @@ use clap::Args;
 
 use super::flags::Format;
 use super::output;
-use crate::calibrate::{Residuals, calibrate};
 use crate::report::numbers::number;
 use crate::report::results::RunResults;
 use crate::report::table;
+use crate::simulation::calibrate::{Residuals, calibrate};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]

@@ -49,7 +49,7 @@ impl ExplainFlags {
         let results = RunResults::read(&self.run)?;
         if self.sim.is_none() && !results.has_roofs() {
             output::note("this device has no roofs: only what the steps themselves show");
-            return output::data(&report::explain::render(&results, self.format)?);
+            return output::data(&report::why::render(&results, self.format)?);
         }
         let device = match &self.sim {
             Some(name) => SimDevice::parse(name)?,
@@ -63,7 +63,7 @@ impl ExplainFlags {
         if self.format == Format::Json {
             return json(&explanations);
         }
-        let mut text = report::explain::render(&results, self.format)?;
+        let mut text = report::why::render(&results, self.format)?;
         for explanation in &explanations {
             text += &format!("\n{}: bound by {}\n", explanation.arm, explanation.bound_by);
             for line in text::lines(explanation) {

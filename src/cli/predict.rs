@@ -9,10 +9,10 @@ use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::knobs;
-use crate::predict::{Prediction, predict};
 use crate::report::numbers::{bytes, number, optional};
 use crate::report::table;
 use crate::simulation::SimulatedArm;
+use crate::simulation::predict::{Prediction, predict};
 use crate::workload::spec::LoadSpec;
 use crate::{Error, Result};
 

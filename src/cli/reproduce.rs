@@ -7,7 +7,7 @@ use clap::Args;
 use super::flags::Format;
 use super::output;
 use crate::engine::device::sim::SimDevice;
-use crate::reproduce::{self, Mark, PARTS, PartResult, Verdict, mechanisms, report};
+use crate::simulation::reproduce::{self, Mark, PARTS, PartResult, Verdict, mechanisms, report};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::spec::{ClaimSpec, FitTerm};
 use crate::engine::device::DeviceKind;
-use crate::report::explain::{self, StepFit};
+use crate::measure::step_fit::StepFit;
 use crate::report::numbers::{median, number, optional};
 use crate::report::results::RunResults;
 
@@ -81,10 +81,10 @@ fn measure(results: &RunResults, claim: &ClaimSpec) -> Option<f64> {
             FitTerm::PrivateMs => Some(fit.private_ms),
             FitTerm::CrossingSequences => fit.crossing(),
         };
-        let of_model = |arm: &str| fitted(explain::model_fit(results, model_of(results, arm)?)?);
+        let of_model = |arm: &str| fitted(results.step_fit(model_of(results, arm)?)?);
         let value = match claim.arm.as_deref() {
             Some(arm) => of_model(arm)?,
-            None => fitted(explain::run_fit(results)?)?,
+            None => fitted(results.only_step_fit()?)?,
         };
         return match claim.over.as_deref() {
             None => Some(value),

@@ -20,6 +20,7 @@ pub mod rows;
 pub mod saturate;
 pub mod statistics;
 pub mod steady;
+pub mod step_fit;
 pub mod summarize;
 pub mod summary;
 #[cfg(test)]

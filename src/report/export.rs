@@ -2,7 +2,7 @@
 
 use super::html;
 use super::results::RunResults;
-use super::{explain, markdown, overview, service};
+use super::{markdown, overview, service, why};
 use crate::Result;
 use crate::cli::flags::Format;
 use crate::experiment::claims::{Outcome, Verdict};
@@ -11,7 +11,7 @@ use crate::explain::compare;
 /// Table, explanation and claims, for a terminal or as Markdown.
 pub fn text(results: &RunResults, format: Format) -> Result<String> {
     let mut text = overview::render(results, format)?;
-    text += &format!("\n{}", explain::render(results, format)?);
+    text += &format!("\n{}", why::render(results, format)?);
     text += &format!("\n{}", service::render(results, format)?);
     if compare::by_default(results) {
         text += &format!("\n{}", compare::section(results, format));

@@ -2,7 +2,7 @@
 
 use super::numbers::grouped;
 use super::results::RunResults;
-use super::{explain, overview, plots};
+use super::{overview, plots, why};
 use crate::Result;
 use crate::cli::flags::Format;
 
@@ -27,7 +27,7 @@ pub fn report(results: &RunResults) -> Result<String> {
             escape(&plot.title)
         );
     }
-    body += &format!("<h2>Why</h2>\n<pre>{}</pre>\n", escape(&explain::render(results, Format::Table)?));
+    body += &format!("<h2>Why</h2>\n<pre>{}</pre>\n", escape(&why::render(results, Format::Table)?));
     if !record.claims.is_empty() {
         let items: String =
             record.claims.iter().map(|verdict| format!("<li>{}</li>\n", escape(&verdict.line()))).collect();

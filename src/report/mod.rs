@@ -4,7 +4,6 @@
 pub mod chrome_trace;
 pub mod consumers;
 pub mod csv;
-pub mod explain;
 pub mod export;
 pub mod html;
 pub mod json;
@@ -17,3 +16,4 @@ pub mod saturate;
 pub mod service;
 pub mod step_model;
 pub mod table;
+pub mod why;

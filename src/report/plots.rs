@@ -2,8 +2,8 @@
 
 use plotters::prelude::*;
 
-use super::explain;
 use super::results::RunResults;
+use crate::measure::step_fit;
 use crate::{Error, Result};
 
 const SIZE: (u32, u32) = (640, 360);
@@ -95,8 +95,8 @@ fn short(name: &str) -> String {
 }
 
 fn step_time(results: &RunResults) -> Result<Option<Plot>> {
-    let Some(fit) = explain::run_fit(results) else { return Ok(None) };
-    let points = explain::decode_points(results.steps.iter(), |step| step.duration_ms);
+    let Some(fit) = results.only_step_fit() else { return Ok(None) };
+    let points = step_fit::decode_points(results.steps.iter(), |step| step.duration_ms);
     let right = fit.largest as f64 * 1.05;
     let top = points.values().copied().fold(0.0, f64::max) * 1.1;
     if top <= 0.0 {

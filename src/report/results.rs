@@ -7,6 +7,7 @@ use crate::experiment::folder::KERNELS_FILE;
 use crate::experiment::record::RunRecord;
 use crate::measure::cold::ColdRow;
 use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
+use crate::measure::step_fit::{self, StepFit};
 use crate::measure::summary::Summary;
 use crate::{Result, report};
 
@@ -76,6 +77,36 @@ impl RunResults {
 
     pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {
         self.steps.iter().filter(move |step| step.arm == arm)
+    }
+
+    /// The models of the arms, each once.
+    pub fn models(&self) -> Vec<String> {
+        let mut models: Vec<String> = self.summaries.iter().map(|summary| summary.model.clone()).collect();
+        models.sort_unstable();
+        models.dedup();
+        models
+    }
+
+    /// The steps of all arms of a model.
+    pub fn steps_of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a StepRow> + use<'a> {
+        let arms: Vec<&str> = self
+            .summaries
+            .iter()
+            .filter(|summary| summary.model == model)
+            .map(|summary| summary.arm.as_str())
+            .collect();
+        self.steps.iter().filter(move |step| arms.contains(&step.arm.as_str()))
+    }
+
+    /// The line through the decode steps of a model; `None` where too few batch sizes were met.
+    pub fn step_fit(&self, model: &str) -> Option<StepFit> {
+        step_fit::fit(&step_fit::decode_points(self.steps_of_model(model), |step| step.duration_ms))
+    }
+
+    /// The same of a run whose arms share one model; `None` for several models.
+    pub fn only_step_fit(&self) -> Option<StepFit> {
+        let models = self.models();
+        if models.len() != 1 { None } else { self.step_fit(&models[0]) }
     }
 }
 

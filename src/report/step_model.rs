@@ -4,7 +4,6 @@
 //!
 //! A line is fitted to each part over the same batch sizes as to the whole, so the parts of both terms add up.
 
-use super::explain::{self, StepFit};
 use super::numbers::{DASH, bytes, number, optional};
 use super::results::RunResults;
 use super::table;
@@ -12,6 +11,7 @@ use crate::Result;
 use crate::cli::flags::Format;
 use crate::engine::account::Ceilings;
 use crate::measure::rows::StepRow;
+use crate::measure::step_fit::{self, StepFit};
 
 /// Milliseconds that all sequences share, and that each one adds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -35,9 +35,9 @@ pub struct StepParts {
 /// `None` where too few batch sizes were met.
 pub fn parts<'a>(steps: impl Iterator<Item = &'a StepRow>, ceilings: &Ceilings) -> Option<StepParts> {
     let steps: Vec<&StepRow> = steps.collect();
-    let total = explain::fit(&explain::decode_points(steps.iter().copied(), |step| step.duration_ms))?;
+    let total = step_fit::fit(&step_fit::decode_points(steps.iter().copied(), |step| step.duration_ms))?;
     let line = |value: &dyn Fn(&StepRow) -> f64| {
-        let fit = explain::fit(&explain::decode_points(steps.iter().copied(), value));
+        let fit = step_fit::fit(&step_fit::decode_points(steps.iter().copied(), value));
         fit.map_or(Term::default(), |fit| Term { shared_ms: fit.shared_ms, private_ms: fit.private_ms })
     };
     let ms = |moved: u64| {
@@ -72,7 +72,7 @@ impl StepBytes {
     fn of<'a>(steps: impl Iterator<Item = &'a StepRow>) -> Option<Self> {
         let mut sum = Self::default();
         let (mut count, mut sequences) = (0f64, 0f64);
-        for step in steps.filter(|step| explain::is_pure_decode(step)) {
+        for step in steps.filter(|step| step_fit::is_pure_decode(step)) {
             count += 1.0;
             sequences += step.decode_sequences as f64;
             sum.weights += step.weights_bytes as f64;
@@ -93,14 +93,14 @@ impl StepBytes {
 
 /// Both tables; empty for a run of one model, whose fit says it all, and where nothing decoded.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
-    let models = explain::models(results);
+    let models = results.models();
     if models.len() < 2 {
         return Ok(String::new());
     }
     let mut moved = Vec::new();
     let mut times = Vec::new();
     for model in &models {
-        let steps: Vec<&StepRow> = explain::steps_of_model(results, model).collect();
+        let steps: Vec<&StepRow> = results.steps_of_model(model).collect();
         let Some(step) = StepBytes::of(steps.iter().copied()) else { continue };
         moved.push(moved_row(results, model, &step));
         if let Some(parts) = parts(steps.iter().copied(), &results.record.ceilings) {

@@ -38,6 +38,9 @@ pub fn run(parts: &[u32], device: &SimDevice, seed: u64) -> Result<Vec<Mechanism
     if parts.contains(&1) {
         all.extend([valley(device, seed)?, dip(device, seed)?, queue_depth(device, seed)?]);
     }
+    if parts.contains(&2) {
+        all.push(stagger(device, seed)?);
+    }
     if parts.contains(&3) {
         all.extend([pool_limit(device, seed)?, per_sequence(device, seed)?]);
     }
@@ -102,6 +105,28 @@ fn queue_depth(device: &SimDevice, seed: u64) -> Result<Mechanism> {
         published: "198",
         with: number(with),
         without: format!("{} ({:+.0} %)", number(without), (without / with - 1.0) * 100.0),
+    })
+}
+
+/// The p99 of the light injection over all tokens, by how far apart the victims begin.
+fn stagger(device: &SimDevice, seed: u64) -> Result<Mechanism> {
+    const APART_MS: [u32; 10] = [2, 5, 10, 15, 20, 30, 40, 50, 100, 200];
+    let mut planned = arm(2, "chunked off, light")?;
+    let with = figure(&planned, device, seed, "victims_all_p99_ms")?;
+    let mut others = Vec::new();
+    for apart_ms in APART_MS {
+        if let Some(probe) = &mut planned.load.probe {
+            probe.victim_stagger_s = f64::from(apart_ms) / 1e3;
+        }
+        others.push(figure(&planned, device, seed, "victims_all_p99_ms")?);
+    }
+    others.sort_by(f64::total_cmp);
+    Ok(Mechanism {
+        name: "the victims begin together (2 to 200 ms apart when off)",
+        figure: "p99 ms of all their tokens, light, chunking off",
+        published: "102.8",
+        with: number(with),
+        without: format!("{} to {}", number(others[0]), number(others[others.len() - 1])),
     })
 }
 

@@ -24,7 +24,7 @@ const REASONS: [(&str, &str); 14] = [
     ),
     (
         "stagger",
-        "the 19th largest of 1,920 samples: the longest time to first token outside the stall. It is at its longest (103 ms: the rest of one step, a queued step with another victim's prompt, and its own) when victims restart at different steps; here they restart together, as nothing delays one more than another",
+        "one sample, the 19th largest of 1,920: the longest time to first token outside the stall, unless one more falls into the stall. It hangs on how far apart the victims' threads began, which the series did not record (see the mechanisms below); here they begin together. Printed, not judged",
     ),
     (
         "bucket",

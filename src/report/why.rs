@@ -9,113 +9,7 @@ use super::{consumers, overview, step_model, table};
 use crate::Result;
 use crate::cli::flags::Format;
 use crate::measure::rows::StepRow;
-
-/// Step time = shared + private x sequences, by least squares over the median step of each batch size.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepFit {
-    pub shared_ms: f64,
-    pub private_ms: f64,
-    pub r_squared: f64,
-    /// Batch sizes it went over.
-    pub points: usize,
-    pub smallest: usize,
-    pub largest: usize,
-}
-
-/// Fewest steps of a batch size that count as a point, and fewest points that make a line worth stating.
-const STEPS_A_POINT: usize = 3;
-const POINTS: usize = 3;
-
-impl StepFit {
-    /// What the line says a sequence adds is less than a thousandth of the step.
-    pub fn is_flat(&self) -> bool {
-        self.private_ms < 1e-3 * self.shared_ms.abs() / self.largest.max(1) as f64
-    }
-
-    /// Sequences at which the private part of a step equals the shared one; `None` when nothing is private.
-    pub fn crossing(&self) -> Option<f64> {
-        (!self.is_flat() && self.shared_ms > 0.0).then(|| self.shared_ms / self.private_ms)
-    }
-}
-
-/// A step of decodes alone, each of one token.
-pub fn is_pure_decode(step: &StepRow) -> bool {
-    step.kind == "decode" && step.drafted == 0
-}
-
-/// Median of `value` over pure decode steps, by number of sequences.
-pub fn decode_points<'a>(
-    steps: impl Iterator<Item = &'a StepRow>,
-    value: impl Fn(&StepRow) -> f64,
-) -> BTreeMap<usize, f64> {
-    let mut by_batch: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
-    for step in steps.filter(|step| is_pure_decode(step)) {
-        by_batch.entry(step.decode_sequences).or_default().push(value(step));
-    }
-    by_batch
-        .into_iter()
-        .filter(|(_, times)| times.len() >= STEPS_A_POINT)
-        .filter_map(|(batch, times)| Some((batch, median(times)?)))
-        .collect()
-}
-
-/// `None` where too few batch sizes were met.
-pub fn fit(points: &BTreeMap<usize, f64>) -> Option<StepFit> {
-    if points.len() < POINTS {
-        return None;
-    }
-    let count = points.len() as f64;
-    let mean_x = points.keys().map(|&x| x as f64).sum::<f64>() / count;
-    let mean_y = points.values().sum::<f64>() / count;
-    let (mut xx, mut xy, mut yy) = (0.0, 0.0, 0.0);
-    for (&x, &y) in points {
-        let (dx, dy) = (x as f64 - mean_x, y - mean_y);
-        xx += dx * dx;
-        xy += dx * dy;
-        yy += dy * dy;
-    }
-    let private_ms = xy / xx;
-    Some(StepFit {
-        shared_ms: mean_y - private_ms * mean_x,
-        private_ms,
-        // (Equal values differ by rounding at most: the line explains them all.)
-        r_squared: if yy > 1e-12 * mean_y * mean_y { xy * xy / (xx * yy) } else { 1.0 },
-        points: points.len(),
-        smallest: *points.keys().next()?,
-        largest: *points.keys().next_back()?,
-    })
-}
-
-/// The fit of a run whose arms share one model; `None` for several models or too few batch sizes.
-pub fn run_fit(results: &RunResults) -> Option<StepFit> {
-    let models = models(results);
-    if models.len() != 1 { None } else { model_fit(results, &models[0]) }
-}
-
-pub fn models(results: &RunResults) -> Vec<String> {
-    let mut models: Vec<String> = results.summaries.iter().map(|summary| summary.model.clone()).collect();
-    models.sort_unstable();
-    models.dedup();
-    models
-}
-
-pub fn model_fit(results: &RunResults, model: &str) -> Option<StepFit> {
-    fit(&decode_points(steps_of_model(results, model), |step| step.duration_ms))
-}
-
-/// The steps of all arms of a model.
-pub fn steps_of_model<'a>(
-    results: &'a RunResults,
-    model: &str,
-) -> impl Iterator<Item = &'a StepRow> + use<'a> {
-    let arms: Vec<&str> = results
-        .summaries
-        .iter()
-        .filter(|summary| summary.model == model)
-        .map(|summary| summary.arm.as_str())
-        .collect();
-    results.steps.iter().filter(move |step| arms.contains(&step.arm.as_str()))
-}
+use crate::measure::step_fit::StepFit;
 
 /// What an arm moved and computed for each generated token, and how near it came to its floor.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -154,8 +48,8 @@ pub fn arm_cost(results: &RunResults, arm: &str) -> ArmCost {
 /// The whole explanation as text with tables.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let mut text = String::new();
-    for model in models(results) {
-        if let Some(fit) = model_fit(results, &model) {
+    for model in results.models() {
+        if let Some(fit) = results.step_fit(&model) {
             text += &fit_text(results, &model, &fit);
             text.push('\n');
         }
@@ -279,30 +173,4 @@ fn reason(resource: &str) -> Option<&'static str> {
         "host" => "bound by host: the device idled while the host prepared steps",
         _ => return None,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_published_decode_points_give_the_published_fit() {
-        // Part 1: 20.2, 21.9, 37.1 and 65.6 ms at 1, 8, 64 and 146 sequences.
-        let points = BTreeMap::from([(1, 20.2), (8, 21.9), (64, 37.1), (146, 65.6)]);
-        let fit = fit(&points).unwrap();
-        assert!((fit.shared_ms - 19.07).abs() < 0.05, "{fit:?}");
-        assert!((fit.private_ms - 0.3129).abs() < 0.0005, "{fit:?}");
-        assert!((fit.crossing().unwrap() - 60.95).abs() < 0.2, "{fit:?}");
-    }
-
-    #[test]
-    fn flat_steps_have_nothing_private_and_no_crossing() {
-        let fit = fit(&BTreeMap::from([(1, 2.0), (2, 2.0), (4, 2.0)])).unwrap();
-        assert_eq!((fit.shared_ms, fit.private_ms, fit.crossing()), (2.0, 0.0, None));
-    }
-
-    #[test]
-    fn two_points_are_no_fit() {
-        assert_eq!(fit(&BTreeMap::from([(1, 2.0), (2, 3.0)])), None);
-    }
 }

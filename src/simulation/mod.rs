@@ -1,6 +1,10 @@
 //! Runs one arm on a simulated device, start to end, on a virtual clock: what reproduction, counterfactuals and capacity
 //! planning share. Scheduler, caches, workload and measurement are those of real runs.
 
+pub mod calibrate;
+pub mod predict;
+pub mod reproduce;
+
 use std::collections::VecDeque;
 
 use crate::engine::Engine;
