@@ -60,16 +60,23 @@ pub struct PlanFlags {
     pub quick: bool,
 }
 
-/// A part of a plan, where a plan is run in parts.
+/// Which part of a plan is run.
 #[derive(Debug, Clone, Args)]
-pub struct ShardFlag {
+pub struct PartFlags {
+    /// Only the arms of these names, `*` for any letters: '4b-decode-*'
+    #[arg(long, value_name = "A,B,C", value_delimiter = ',')]
+    arms: Vec<String>,
+
     /// Run the i-th of n parts of the plan; `merge` joins them
     #[arg(long, value_name = "I/N")]
     shard: Option<String>,
 }
 
-impl ShardFlag {
+impl PartFlags {
     pub fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
+        if !self.arms.is_empty() {
+            options.arms.clone_from(&self.arms);
+        }
         if let Some(shard) = &self.shard {
             options.shard = Some(shard.parse()?);
         }

@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::execute::{self, Request};
-use super::flags::{ExperimentsFlag, PlanFlags, RunOutputFlags, ShardFlag};
+use super::flags::{ExperimentsFlag, PartFlags, PlanFlags, RunOutputFlags};
 use crate::experiment::plan::PlanOptions;
 use crate::{Error, Result};
 
@@ -27,7 +27,7 @@ pub struct RunFlags {
     plan: PlanFlags,
 
     #[command(flatten)]
-    shard: ShardFlag,
+    part: PartFlags,
 
     #[command(flatten)]
     output: RunOutputFlags,
@@ -55,6 +55,6 @@ impl RunFlags {
         options.slo = self.slo.clone().or(options.slo.take());
         options.experiments_file = self.experiments.experiments.clone().or(options.experiments_file.take());
         self.plan.lay_over(options)?;
-        self.shard.lay_over(options)
+        self.part.lay_over(options)
     }
 }

@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::execute::build_plan;
-use super::flags::{ExperimentsFlag, Format, PlanFlags, ShardFlag};
+use super::flags::{ExperimentsFlag, Format, PartFlags, PlanFlags};
 use super::output;
 use crate::Result;
 use crate::engine::config::EngineConfig;
@@ -31,7 +31,7 @@ pub struct ShowFlags {
     plan: PlanFlags,
 
     #[command(flatten)]
-    shard: ShardFlag,
+    part: PartFlags,
 
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
@@ -46,7 +46,7 @@ impl ShowFlags {
             ..PlanOptions::default()
         };
         self.plan.lay_over(&mut options)?;
-        self.shard.lay_over(&mut options)?;
+        self.part.lay_over(&mut options)?;
         let (rig, reason) = device::rig(&options.device)?;
         let plan = build_plan(&options, &rig)?;
         match self.format {

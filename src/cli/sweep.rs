@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::execute::{self, Request};
-use super::flags::{PlanFlags, RunOutputFlags, ShardFlag};
+use super::flags::{PartFlags, PlanFlags, RunOutputFlags};
 use crate::experiment::knobs;
 use crate::{Error, Result};
 
@@ -29,7 +29,7 @@ pub struct SweepFlags {
     plan: PlanFlags,
 
     #[command(flatten)]
-    shard: ShardFlag,
+    part: PartFlags,
 
     #[command(flatten)]
     output: RunOutputFlags,
@@ -59,7 +59,7 @@ impl SweepFlags {
         options.zip |= self.zip;
         options.slo = self.slo.or(options.slo.take());
         self.plan.lay_over(&mut options)?;
-        self.shard.lay_over(&mut options)?;
+        self.part.lay_over(&mut options)?;
         execute::execute(&Request { options, output: self.output })
     }
 }

@@ -27,6 +27,9 @@ pub struct PlanOptions {
     pub experiments_file: Option<PathBuf>,
     pub device: String,
     pub values: Option<String>,
+    /// Names of the arms to run, each with at most one `*`; none: all.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub arms: Vec<String>,
     pub prompts: Option<usize>,
     /// Limits on latency in place of those declared: they set what counts as goodput.
     pub slo: Option<String>,
@@ -418,6 +421,27 @@ fn resolve(
     Ok(Arm { name, knob, value, baseline, optional: arm.optional, model, load, engine })
 }
 
+/// Keeps the arms that one of `names` means; all where there are none.
+fn only(names: &[String], arms: &mut Vec<Arm>) -> Result<()> {
+    let means = |name: &str, arm: &Arm| match name.split_once('*') {
+        None => arm.name == name,
+        Some((start, end)) => {
+            arm.name.len() >= start.len() + end.len()
+                && arm.name.starts_with(start)
+                && arm.name.ends_with(end)
+        }
+    };
+    if let Some(name) = names.iter().find(|name| !arms.iter().any(|arm| means(name, arm))) {
+        let all: Vec<&str> = arms.iter().map(|arm| arm.name.as_str()).collect();
+        return Err(Error::invalid(
+            format!("no arm is called `{name}`"),
+            format!("arms: {}", all.join(", ")),
+        ));
+    }
+    arms.retain(|arm| names.is_empty() || names.iter().any(|name| means(name, arm)));
+    Ok(())
+}
+
 fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms: Vec<Arm>) -> Result<Plan> {
     for (index, arm) in arms.iter().enumerate() {
         if arms[..index].iter().any(|other| other.name == arm.name) {
@@ -430,6 +454,7 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
     if arms.is_empty() {
         return Err(Error::invalid("the plan has no arms", "give the experiment values or arms"));
     }
+    only(&options.arms, &mut arms)?;
     if !arms.iter().any(|arm| arm.baseline) {
         arms[0].baseline = true;
     }
@@ -498,6 +523,20 @@ engine = { kv_layout = "unified" }
 
     fn names(plan: &Plan) -> Vec<&str> {
         plan.arms.iter().map(|arm| arm.name.as_str()).collect()
+    }
+
+    #[test]
+    fn arms_are_chosen_by_name() {
+        let chosen = |names: &[&str]| {
+            let arms = names.iter().map(ToString::to_string).collect();
+            plan(PlanOptions { arms, ..PlanOptions::default() }, DeviceKind::Cuda)
+        };
+        let tight = chosen(&["tight *"]).unwrap();
+        assert_eq!(names(&tight), ["tight 40", "tight 80"]);
+        assert_eq!(tight.baseline().name, "tight 40");
+        assert_eq!(names(&chosen(&["max_num_seqs=4", "*80"]).unwrap()), ["max_num_seqs=4", "tight 80"]);
+        let error = chosen(&["tigt *"]).unwrap_err();
+        assert!(error.to_string().contains("`tigt *`") && error.hint().contains("tight 80"), "{error}");
     }
 
     #[test]

@@ -45,6 +45,15 @@ fn combinations_that_cannot_be() {
 }
 
 #[test]
+fn knobs_of_another_device_are_refused_before_anything_is_loaded() {
+    run_fails("--set cuda_kernels=portable", "cuda_kernels = portable", "--device cuda");
+    let env = TestEnv::new();
+    let run = "run part3-batching-cliff --device cpu --set state_write_interval=8";
+    env.run(run).fails(2, "state_write_interval = 8", "auto");
+    assert!(!env.path().join("results").exists(), "nothing was begun");
+}
+
+#[test]
 fn an_arm_that_memory_cannot_hold_is_said_before_anything_is_loaded() {
     let env = TestEnv::new();
     let run = "run part3-batching-cliff --device sim:a10g --set gpu_memory=8GB";
@@ -82,7 +91,11 @@ fn a_broken_file_has_line_and_column() {
     env.write("e.toml", &SMALL.replace("[1, 2, 8]", "[1, 2, 0]"));
     env.run("list --experiments e.toml").fails(2, "e.toml:6:17: [small]: max_num_seqs = 0", "1 or more");
     env.write("e.toml", "[a\n");
-    env.run("list --experiments e.toml").fails(2, "e.toml:1:", "");
+    env.run("list --experiments e.toml").fails(2, "e.toml:1:", "this is no TOML");
+    env.write("e.toml", &SMALL.replace("[small]", "[[small]]"));
+    env.run("list --experiments e.toml").fails(2, "e.toml:", "one table, [name]");
+    env.write("e.toml", "");
+    env.run("list --experiments e.toml").fails(2, "e.toml holds no experiment", "[name]");
     env.write("e.toml", &SMALL.replace("input_len = 16", "input_len = \"x\""));
     env.run("run small --experiments e.toml --device sim:fixed").fails(2, "e.toml:8:", "");
     env.run("list --experiments none.toml").fails(2, "none.toml", "exists");

@@ -59,6 +59,17 @@ fn show_resolves_the_plan() {
 }
 
 #[test]
+fn show_writes_its_arms_as_rows_and_looks_at_a_folder() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let rows = env.run("show small --experiments e.toml --device sim:fixed --format csv").ok();
+    assert!(rows.stdout.starts_with("arm,model,load,engine\n"), "{}", rows.stdout);
+    assert_eq!(rows.stdout.lines().count(), 4);
+    std::fs::create_dir(env.path().join("empty")).unwrap();
+    env.run("show small --experiments e.toml --device sim:fixed --model empty").fails(2, "empty", "config.json");
+}
+
+#[test]
 fn show_knows_the_series_loads() {
     let show = TestEnv::new().run("show part3-batching-cliff --device sim:series --format json").ok().json();
     let arms = show[0]["arms"].as_array().unwrap();

@@ -247,6 +247,12 @@ fn a_report_can_be_made_again() {
     std::fs::remove_file(folder.join("report.md")).unwrap();
     assert_eq!(env.run(&format!("report {}", folder.display())).ok().stdout, printed);
     assert_eq!(read(&folder, "report.md"), before);
+    // A folder that was thinned out keeps the report that was made of all of it.
+    std::fs::remove_file(folder.join("steps.csv")).unwrap();
+    let again = env.run(&format!("report {}", folder.display())).ok();
+    assert!(again.stderr.contains("steps.csv is missing"), "{}", again.stderr);
+    assert_eq!(read(&folder, "report.md"), before);
+    env.run(&format!("explain {} --format csv", folder.display())).fails(2, "no CSV form", "--format table");
 }
 
 #[test]
