@@ -211,15 +211,19 @@ pub fn parse(text: &str, file: &str) -> Result<Experiments> {
         let message = error.message().replace('\n', " ");
         let hint = match nearest_expected(&message) {
             Some(nearest) => format!("did you mean `{nearest}`?"),
-            None if DeTable::parse(text).is_err() => {
-                "this is no TOML: a key, `=` and a value a line; texts in quotes, lists in [brackets]".to_string()
-            }
-            None if message.contains("sequence, expected struct") => {
-                "an experiment is one table, [name]; [[name.arms]] and [[name.claims]] are lists".to_string()
-            }
-            None => "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, \
+            None => match DeTable::parse(text) {
+                Err(_) => "this is no TOML: a key, `=` and a value a line; texts in quotes, lists in [brackets]",
+                Ok(document)
+                    if document.get_ref().values().any(|value| matches!(value.get_ref(), DeValue::Array(_))) =>
+                {
+                    "an experiment is one table, [name]; [[name.arms]] and [[name.claims]] are lists"
+                }
+                Ok(_) => {
+                    "keys of a table: question, part, model, knob, values, baseline, load, engine, repeats, arms, \
                      rig, quick, claims"
-                .to_string(),
+                }
+            }
+            .to_string(),
         };
         Error::invalid(format!("{file}{place}: {message}"), hint)
     };

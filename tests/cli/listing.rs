@@ -66,7 +66,11 @@ fn show_writes_its_arms_as_rows_and_looks_at_a_folder() {
     assert!(rows.stdout.starts_with("arm,model,load,engine\n"), "{}", rows.stdout);
     assert_eq!(rows.stdout.lines().count(), 4);
     std::fs::create_dir(env.path().join("empty")).unwrap();
-    env.run("show small --experiments e.toml --device sim:fixed --model empty").fails(2, "empty", "config.json");
+    env.run("show small --experiments e.toml --device sim:fixed --model empty").fails(
+        2,
+        "empty",
+        "config.json",
+    );
 }
 
 #[test]
