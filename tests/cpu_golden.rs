@@ -259,6 +259,26 @@ fn bf16_arithmetic_stays_within_the_bf16_columns() {
 }
 
 #[test]
+fn activations_of_16_bits_stay_close_and_apart() {
+    for name in ["hybrid-geom-awq", "hybrid-geom-awq-mlp", "hybrid-geom-ct"] {
+        let golden = Golden::read(&fixture(name));
+        let mut rig = Rig::open(&fixture(name), Options { math: CpuMath::Int16, ..Options::default() });
+        let mut alone = Vec::new();
+        for pieces in [&[golden.ids.len()][..], &[64, 86], &[140, 1]] {
+            alone = rig.logits(0, &golden.ids, pieces);
+            let (_, relative) = errors(&alone[golden.first..], &golden.logits);
+            assert!(relative < 5e-4, "{name} {pieces:?}: rms rel {relative:.2e}");
+        }
+        // The last step again, with company.
+        rig.logits(1, &golden.ids, &[140, 1]);
+        rig.logits(0, &golden.ids[..149], &[140, 1]);
+        let last = [golden.ids[149]];
+        let step = rig.run(&[Part::logits(1, 150, &last), Part::logits(0, 149, &last)]);
+        assert_same_bits(name, &step.sequences[1].logits, &alone[149..]);
+    }
+}
+
+#[test]
 fn impossible_steps_are_errors() {
     let (mut rig, golden) = rig("hybrid-tiny");
     let error = rig.try_run(&[Part::logits(0, 0, &[1, 2, 512])]).unwrap_err();

@@ -50,6 +50,8 @@ pub enum CpuMath {
     F32,
     /// 16-bit dot products with 32-bit sums, where the CPU has them.
     Bf16,
+    /// 4-bit weights times activations of 16 bits, one scale for each group of columns; everything else as in `F32`.
+    Int16,
 }
 
 /// Which kernels the CUDA device picks from.

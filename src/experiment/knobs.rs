@@ -101,7 +101,7 @@ pub static KNOBS: &[Knob] = &[
         Kind::Choice(&["auto", "portable"]),
         "kernels of the CUDA device: the best for the GPU, or those that every GPU runs",
     ),
-    engine("cpu_math", Kind::Choice(&["f32", "bf16"]), "arithmetic of the CPU device"),
+    engine("cpu_math", Kind::Choice(&["f32", "bf16", "int16"]), "arithmetic of the CPU device"),
     engine("threads", AUTO_COUNT, "worker threads of the CPU device"),
     engine("sim_noise", Kind::Float { min: 0.0, max: 1000.0 }, "scale of a simulated device's seeded noise"),
     Knob {

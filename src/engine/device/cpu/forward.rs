@@ -12,6 +12,7 @@ use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
 use super::capture::Capture;
 use super::delta::{self, Mix};
+use super::gemm::int16::{Int16Activations, RoundTile, Rounded, group_of};
 use super::gemm::{
     Activations, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair, for_each_tile,
     max_tile,
@@ -24,6 +25,7 @@ use super::model::{LayerWeights, MixerWeights, Weights};
 use super::pool::{Ahead, Pool};
 use super::trace::Trace;
 use crate::Result;
+use crate::engine::config::CpuMath;
 use crate::engine::model::quantize::inputs::Point;
 
 /// Buffers of a session, grown to the largest step seen.
@@ -38,6 +40,8 @@ pub struct Buffers {
     mixer_rows: Scratch<f32>,
     mixer_out: Activations,
     mlp: Activations,
+    /// The input of the product at hand in 16 bits, once for each size of group.
+    rounded: Vec<Int16Activations>,
     threads: Vec<ThreadSpace>,
 }
 
@@ -103,13 +107,13 @@ impl Forward<'_> {
                         output,
                         &packed,
                         Upcoming::Pair(&layer.gate, &layer.up),
-                    );
+                    )?;
                     attention += 1;
                 }
                 MixerWeights::DeltaNet { small, inputs, output } => {
                     let packed = self.delta_net(index, delta, layer, small, inputs, output)?;
                     self.capture(index, Point::MixerOut, &packed);
-                    self.add_product("delta_out", output, &packed, Upcoming::Pair(&layer.gate, &layer.up));
+                    self.add_product("delta_out", output, &packed, Upcoming::Pair(&layer.gate, &layer.up))?;
                     delta += 1;
                 }
             }
@@ -178,6 +182,35 @@ impl Forward<'_> {
         Ok(packed)
     }
 
+    /// In int16 arithmetic the input of products with 4-bit matrices, for each size of group that is among them.
+    pub fn rounded<'m>(
+        &mut self,
+        packed: &Packed,
+        matrices: impl Iterator<Item = &'m Matrix>,
+    ) -> Result<Vec<Rounded>> {
+        let mut all: Vec<Rounded> = Vec::new();
+        if self.weights.math != CpuMath::Int16 {
+            return Ok(all);
+        }
+        let isa = self.isa();
+        for group in matrices.filter_map(|matrix| group_of(matrix.packing)) {
+            if all.iter().any(|rounded| rounded.group == group) {
+                continue;
+            }
+            if self.buffers.rounded.len() == all.len() {
+                self.buffers.rounded.push(Int16Activations::default());
+            }
+            let rounded = self.buffers.rounded[all.len()].shape(packed, group)?;
+            self.pool.split(packed.tiling.tiles, self.tile_grain(packed), &|tiles, _| {
+                for tile in tiles {
+                    isa.run(RoundTile { packed, rounded: &rounded, tile });
+                }
+            });
+            all.push(rounded);
+        }
+        Ok(all)
+    }
+
     /// Products of `packed` with several matrices side by side: row r of the result is [first | second | ...].
     fn products(
         &mut self,
@@ -190,10 +223,11 @@ impl Forward<'_> {
         self.buffers.mixed.reserve(packed.tiling.rows * width)?;
         let out = self.buffers.mixed.ptr();
         let started = self.trace.start();
+        let rounded = self.rounded(packed, matrices.iter())?;
         let mut parts = Vec::with_capacity(matrices.len());
         let (mut panels, mut column) = (0, 0);
         for matrix in matrices {
-            parts.push((panels, column, Product::new(self.isa(), matrix, *packed)));
+            parts.push((panels, column, Product::new(self.isa(), matrix, *packed, &rounded)));
             panels += matrix.panels();
             column += matrix.rows;
         }
@@ -213,9 +247,16 @@ impl Forward<'_> {
     }
 
     /// Adds the product to the residual stream.
-    fn add_product(&mut self, name: &'static str, matrix: &Matrix, packed: &Packed, next: Upcoming<'_>) {
+    fn add_product(
+        &mut self,
+        name: &'static str,
+        matrix: &Matrix,
+        packed: &Packed,
+        next: Upcoming<'_>,
+    ) -> Result<()> {
         let started = self.trace.start();
-        let product = Product::new(self.isa(), matrix, *packed);
+        let rounded = self.rounded(packed, std::iter::once(matrix))?;
+        let product = Product::new(self.isa(), matrix, *packed, &rounded);
         let x = self.buffers.x.ptr();
         let threads = self.pool.threads();
         let ahead = |thread: usize| next.of(threads, thread);
@@ -234,6 +275,7 @@ impl Forward<'_> {
         });
         // (The residual stream is read and written.)
         self.trace.products(name, started, std::iter::once(matrix), packed, 2 * matrix.rows);
+        Ok(())
     }
 
     fn attention(
@@ -381,8 +423,9 @@ impl Forward<'_> {
         let size = layer.gate.rows;
         let joined = self.buffers.mlp.shape(isa, self.weights.math, self.batch.rows, size)?;
         let started = self.trace.start();
-        let gate = Product::new(isa, &layer.gate, packed);
-        let up = Product::new(isa, &layer.up, packed);
+        let rounded = self.rounded(&packed, [&layer.gate, &layer.up].into_iter())?;
+        let gate = Product::new(isa, &layer.gate, packed, &rounded);
+        let up = Product::new(isa, &layer.up, packed, &rounded);
         let threads = self.pool.threads();
         let next = Upcoming::Matrices(std::slice::from_ref(&layer.down));
         let ahead = |thread: usize| next.of(threads, thread);
@@ -400,8 +443,7 @@ impl Forward<'_> {
         // (What is written is the next product's input.)
         self.trace.products("mlp_in", started, matrices, &packed, joined.bytes() / (4 * self.batch.rows));
         self.capture(layer_index, Point::MlpOut, &joined);
-        self.add_product("mlp_out", &layer.down, &joined, after_layer(self.weights, layer_index));
-        Ok(())
+        self.add_product("mlp_out", &layer.down, &joined, after_layer(self.weights, layer_index))
     }
 }
 

@@ -224,6 +224,29 @@ impl Matrix {
         }
     }
 
+    /// Of a 4-bit matrix, a row's scale in a group and its integers less the zero point.
+    #[cfg(test)]
+    pub fn group(&self, row: usize, g: usize) -> (f32, Vec<i64>) {
+        let Packing::Int4 { group, bf16_scales, zero_points } = self.packing else {
+            return (0.0, Vec::new());
+        };
+        let (weights, scales, zeros) = self.panel(row / PANEL);
+        let lane = row % PANEL;
+        // SAFETY: lane < PANEL, and the columns lie in the group.
+        unsafe {
+            let bits = scales.cast::<u16>().add(g * PANEL + lane).read();
+            let scale =
+                if bf16_scales { bf16::from_bits(bits).to_f32() } else { f16::from_bits(bits).to_f32() };
+            let pair = if zero_points { zeros.add(g * PANEL / 2 + lane % 16).read() } else { 0x88 };
+            let zero = i64::from(if lane < 16 { pair & 15 } else { pair >> 4 });
+            let column = |col: usize| {
+                let word = weights.cast::<u32>().add(col / 8 * PANEL + lane).read();
+                i64::from(word >> (4 * nibble_of(col % 8)) & 15) - zero
+            };
+            (scale, (g * group..(g + 1) * group).map(column).collect())
+        }
+    }
+
     /// Packs one panel; Err is a row with a weight or scale that is not finite.
     fn pack_panel(&self, panel: usize, data: &MatrixData<'_>) -> Result<(), usize> {
         if let Packing::Int4 { group, zero_points, .. } = self.packing {

@@ -137,6 +137,7 @@ pub trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for f32 {}
 impl Plain for u32 {}
 impl Plain for u16 {}
+impl Plain for i32 {}
 
 impl<T: Plain> Default for Scratch<T> {
     fn default() -> Self {

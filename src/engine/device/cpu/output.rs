@@ -102,7 +102,8 @@ impl<'a, 'b> Head<'a, 'b> {
         self.buffers.logits.reserve(rows.len() * vocab)?;
         self.buffers.panels.reserve(rows.len() * panels)?;
         let (logits, largest) = (self.buffers.logits.ptr(), self.buffers.panels.ptr());
-        let product = Product::new(weights.isa, head, packed);
+        let product =
+            Product::new(weights.isa, head, packed, &forward.rounded(&packed, std::iter::once(head))?);
         let threads = forward.pool.threads();
         // The next step starts with the first layer.
         let ahead = |thread: usize| {

@@ -58,7 +58,7 @@ fn pick_int4<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
 /// Eight elements of one column, widened.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn load<const E: u8>(at: *const u8) -> __m256 {
+pub unsafe fn load<const E: u8>(at: *const u8) -> __m256 {
     // SAFETY: eight elements are readable at `at`, by the contract of `TileFn`.
     unsafe {
         match E {
@@ -187,63 +187,178 @@ unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
     }
 }
 
+/// The zero points and weight scales of rows 8v to 8v + 7 of a panel in one group.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub unsafe fn group_ends<const Z: bool, const B: bool>(
+    zeros: *const u8,
+    scales: *const u8,
+    v: usize,
+) -> (__m256i, __m256) {
+    // SAFETY: a group has 16 bytes of zero points and 32 scales of 16 bits, by the contract of `TileFn`.
+    unsafe {
+        let zero = if Z {
+            let pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(zeros.add(8 * (v % 2)).cast()));
+            let low = _mm256_and_si256(pairs, _mm256_set1_epi32(15));
+            if v < 2 { low } else { _mm256_srli_epi32::<4>(pairs) }
+        } else {
+            _mm256_set1_epi32(8)
+        };
+        let scale = if B { load::<2>(scales.add(16 * v)) } else { load::<1>(scales.add(16 * v)) };
+        (zero, scale)
+    }
+}
+
+/// The column whose nibbles lie at bit `SHIFT` of each word, less the zero points.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn column<const SHIFT: i32>(words: __m256i, zeros: __m256) -> __m256 {
+    let nibbles = _mm256_and_si256(_mm256_srli_epi32::<SHIFT>(words), _mm256_set1_epi32(15));
+    _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), zeros)
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_int4_column<const T: usize, const SHIFT: i32>(
+    parts: &mut [[__m256; 2]; T],
+    words: &[__m256i; 2],
+    zeros: &[__m256; 2],
+    x: *const f32,
+) {
+    let weights = [column::<SHIFT>(words[0], zeros[0]), column::<SHIFT>(words[1], zeros[1])];
+    // SAFETY: T activations are readable at `x`, by the contract of `TileFn`.
+    unsafe { add_column(parts, &weights, x) };
+}
+
 /// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total; 16 rows at a time.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
     for (half, base) in [tile.w0, tile.w1].into_iter().enumerate() {
         // SAFETY: the contract of `TileFn` covers every access below.
         unsafe {
-            let out = tile.out.add(16 * half);
-            let mut total = [[0f32; 16]; T];
-            if tile.accumulate {
-                for (t, total) in total.iter_mut().enumerate() {
-                    *total = out.add(t * tile.out_stride).cast::<[f32; 16]>().read_unaligned();
-                }
-            }
-            let low_nibble = _mm256_set1_epi32(15);
+            let mut totals = [[_mm256_setzero_ps(); 2]; T];
             for g in 0..tile.cols / tile.group {
-                let mut zeros = [_mm256_set1_ps(8.0); 2];
-                if Z {
-                    for (v, zero) in zeros.iter_mut().enumerate() {
-                        let pairs = _mm_loadl_epi64(tile.zeros.add(16 * g + 8 * v).cast());
-                        let words = _mm256_cvtepu8_epi32(pairs);
-                        let nibbles = if half == 0 {
-                            _mm256_and_si256(words, low_nibble)
-                        } else {
-                            _mm256_srli_epi32::<4>(words)
-                        };
-                        *zero = _mm256_cvtepi32_ps(nibbles);
-                    }
+                let (mut zeros, mut scales) = ([_mm256_setzero_ps(); 2], [_mm256_setzero_ps(); 2]);
+                for v in 0..2 {
+                    let at = (tile.zeros.wrapping_add(16 * g), tile.scales.add(64 * g));
+                    let (zero, scale) = group_ends::<Z, B>(at.0, at.1, 2 * half + v);
+                    (zeros[v], scales[v]) = (_mm256_cvtepi32_ps(zero), scale);
                 }
-                let mut part = [[_mm256_setzero_ps(); 2]; T];
+                let mut parts = [[_mm256_setzero_ps(); 2]; T];
                 for block in g * tile.group / 8..(g + 1) * tile.group / 8 {
                     let at = base.add(block * tile.stride);
                     let words = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())];
-                    for i in 0..8 {
-                        let shift = _mm_cvtsi32_si128(4 * (i as i32 / 2 + 4 * (i as i32 % 2)));
-                        let mut weights = [_mm256_setzero_ps(); 2];
-                        for v in 0..2 {
-                            let nibbles = _mm256_and_si256(_mm256_srl_epi32(words[v], shift), low_nibble);
-                            weights[v] = _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), zeros[v]);
-                        }
-                        add_column(&mut part, &weights, tile.x.add((8 * block + i) * T));
-                    }
+                    let x = tile.x.add(8 * block * T);
+                    add_int4_column::<T, 0>(&mut parts, &words, &zeros, x);
+                    add_int4_column::<T, 16>(&mut parts, &words, &zeros, x.add(T));
+                    add_int4_column::<T, 4>(&mut parts, &words, &zeros, x.add(2 * T));
+                    add_int4_column::<T, 20>(&mut parts, &words, &zeros, x.add(3 * T));
+                    add_int4_column::<T, 8>(&mut parts, &words, &zeros, x.add(4 * T));
+                    add_int4_column::<T, 24>(&mut parts, &words, &zeros, x.add(5 * T));
+                    add_int4_column::<T, 12>(&mut parts, &words, &zeros, x.add(6 * T));
+                    add_int4_column::<T, 28>(&mut parts, &words, &zeros, x.add(7 * T));
                 }
-                for v in 0..2 {
-                    let at = tile.scales.add(64 * g + 32 * half + 16 * v);
-                    let scale = if B { load::<2>(at) } else { load::<1>(at) };
-                    for (total, part) in total.iter_mut().zip(&part) {
-                        let at = total.as_mut_ptr().add(8 * v);
-                        _mm256_storeu_ps(at, _mm256_fmadd_ps(scale, part[v], _mm256_loadu_ps(at)));
+                for (totals, parts) in totals.iter_mut().zip(&parts) {
+                    for v in 0..2 {
+                        totals[v] = _mm256_fmadd_ps(scales[v], parts[v], totals[v]);
                     }
                 }
             }
-            for (t, total) in total.iter().enumerate() {
-                out.add(t * tile.out_stride).cast::<[f32; 16]>().write_unaligned(*total);
+            for (t, totals) in totals.iter().enumerate() {
+                for (v, total) in totals.iter().enumerate() {
+                    _mm256_storeu_ps(tile.out.add(t * tile.out_stride + 16 * half + 8 * v), *total);
+                }
             }
         }
     }
 }
+
+/// One token and 1 to 3 panels of 4-bit weights.
+pub fn int4_rows_of(zero_points: bool, bf16_scales: bool) -> [RowsFn; ROW_PANELS] {
+    match (zero_points, bf16_scales) {
+        (false, false) => {
+            [int4_rows::<false, false, 1>, int4_rows::<false, false, 2>, int4_rows::<false, false, 3>]
+        }
+        (false, true) => {
+            [int4_rows::<false, true, 1>, int4_rows::<false, true, 2>, int4_rows::<false, true, 3>]
+        }
+        (true, false) => {
+            [int4_rows::<true, false, 1>, int4_rows::<true, false, 2>, int4_rows::<true, false, 3>]
+        }
+        (true, true) => [int4_rows::<true, true, 1>, int4_rows::<true, true, 2>, int4_rows::<true, true, 3>],
+    }
+}
+
+/// As [`int4_tile`] for one token times N panels: enough sums that none waits for the multiply-add before.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn int4_rows<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
+    let blocks = rows.group / 8;
+    // SAFETY: the contract of `RowsFn` covers every access below; prefetches never fault.
+    unsafe {
+        let mut totals = [[_mm256_setzero_ps(); 4]; N];
+        for g in 0..rows.cols / rows.group {
+            let mut zeros = [[_mm256_setzero_ps(); 4]; N];
+            for n in 0..N {
+                for v in 0..4 {
+                    let at = (rows.zeros[n].wrapping_add(16 * g), rows.scales[n].add(64 * g));
+                    zeros[n][v] = _mm256_cvtepi32_ps(group_ends::<Z, B>(at.0, at.1, v).0);
+                }
+            }
+            let mut parts = [[_mm256_setzero_ps(); 4]; N];
+            for block in g * blocks..(g + 1) * blocks {
+                let mut words = [std::ptr::null(); N];
+                for (words, panel) in words.iter_mut().zip(&rows.panels) {
+                    *words = panel.add(128 * block);
+                    _mm_prefetch::<_MM_HINT_T0>(words.wrapping_add(AHEAD_BYTES).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(words.wrapping_add(AHEAD_BYTES + 64).cast());
+                }
+                let x = rows.x.add(8 * block);
+                add_row_column::<N, 0>(&mut parts, &words, &zeros, *x);
+                add_row_column::<N, 16>(&mut parts, &words, &zeros, *x.add(1));
+                add_row_column::<N, 4>(&mut parts, &words, &zeros, *x.add(2));
+                add_row_column::<N, 20>(&mut parts, &words, &zeros, *x.add(3));
+                add_row_column::<N, 8>(&mut parts, &words, &zeros, *x.add(4));
+                add_row_column::<N, 24>(&mut parts, &words, &zeros, *x.add(5));
+                add_row_column::<N, 12>(&mut parts, &words, &zeros, *x.add(6));
+                add_row_column::<N, 28>(&mut parts, &words, &zeros, *x.add(7));
+            }
+            for n in 0..N {
+                for v in 0..4 {
+                    let scales = rows.scales[n].add(64 * g + 16 * v);
+                    let scale = if B { load::<2>(scales) } else { load::<1>(scales) };
+                    totals[n][v] = _mm256_fmadd_ps(scale, parts[n][v], totals[n][v]);
+                }
+            }
+        }
+        for (n, totals) in totals.iter().enumerate() {
+            for (v, total) in totals.iter().enumerate() {
+                _mm256_storeu_ps(rows.out.add(32 * n + 8 * v), *total);
+            }
+        }
+    }
+}
+
+/// One column of N panels' words.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_row_column<const N: usize, const SHIFT: i32>(
+    parts: &mut [[__m256; 4]; N],
+    words: &[*const u8; N],
+    zeros: &[[__m256; 4]; N],
+    x: f32,
+) {
+    let x = _mm256_set1_ps(x);
+    for n in 0..N {
+        for v in 0..4 {
+            // SAFETY: a block of eight columns is 128 bytes, by the contract of `RowsFn`.
+            let words = unsafe { _mm256_loadu_si256(words[n].add(32 * v).cast()) };
+            parts[n][v] = _mm256_fmadd_ps(column::<SHIFT>(words, zeros[n][v]), x, parts[n][v]);
+        }
+    }
+}
+
+/// How far ahead a lone token's 4-bit panels are prefetched: a little, as dense ones.
+pub const AHEAD_BYTES: usize = 256;
 
 #[target_feature(enable = "avx2,fma")]
 pub unsafe fn rounds(rounds: usize) -> f32 {

@@ -12,6 +12,9 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub mod int16;
+#[cfg(target_arch = "x86_64")]
+mod int16_avx2;
 mod portable;
 #[cfg(test)]
 mod tests;
@@ -24,6 +27,7 @@ use super::memory::{Scratch, Shared};
 use super::pool::{Ahead, Pool, share};
 use crate::Result;
 use crate::engine::config::CpuMath;
+use int16::Rounded;
 
 /// Most tokens of a tile: 24 sums of 16 lanes and what they need fill the 32 AVX-512 registers.
 pub const MAX_TILE: usize = 12;
@@ -54,12 +58,15 @@ pub struct Tile {
     pub stride: usize,
     /// Columns.
     pub cols: usize,
-    /// [cols][T] f32; for bf16 arithmetic [cols/2][T] pairs of bf16.
+    /// [cols][T] f32; for bf16 arithmetic [cols/2][T] pairs of bf16, for int16 [cols/2][T] pairs of integers.
     pub x: *const f32,
+    /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
+    pub x_scales: *const f32,
+    pub x_sums: *const i32,
     /// [T][32] sums, row t at `out + t * out_stride`.
     pub out: *mut f32,
     pub out_stride: usize,
-    /// Go on from what `out` holds instead of zero.
+    /// Go on from what `out` holds instead of zero (dense tiles).
     pub accumulate: bool,
     pub scales: *const u8,
     pub zeros: *const u8,
@@ -76,14 +83,19 @@ pub struct Tile {
 /// the latency of a multiply-add asks for. Twelve AVX2 registers hold the sums of three.
 pub const ROW_PANELS: usize = 3;
 
-/// One token times up to [`ROW_PANELS`] panels of a dense matrix.
+/// One token times up to [`ROW_PANELS`] panels of a matrix.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows {
-    /// Start of each panel.
+    /// Start of each panel, of its scales and of its zero points.
     pub panels: [*const u8; ROW_PANELS],
+    pub scales: [*const u8; ROW_PANELS],
+    pub zeros: [*const u8; ROW_PANELS],
+    pub group: usize,
     pub cols: usize,
-    /// [cols] f32; for bf16 arithmetic [cols/2] pairs of bf16.
+    /// As in [`Tile`], with T = 1.
     pub x: *const f32,
+    pub x_scales: *const f32,
+    pub x_sums: *const i32,
     /// [panels][32] sums.
     pub out: *mut f32,
 }
@@ -104,6 +116,8 @@ impl Tile {
             stride,
             cols,
             x,
+            x_scales: std::ptr::null(),
+            x_sums: std::ptr::null(),
             out: std::ptr::null_mut(),
             out_stride: 0,
             accumulate: false,
@@ -150,7 +164,9 @@ fn rows(isa: Isa, packing: Packing, math: CpuMath) -> Option<[RowsFn; ROW_PANELS
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F16, _) => Some(avx512::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Packing::Bf16, CpuMath::F32) => Some(avx512::rows_of(Element::Bf16Pairs)),
+        (Isa::Avx512, Packing::Bf16, CpuMath::F32 | CpuMath::Int16) => {
+            Some(avx512::rows_of(Element::Bf16Pairs))
+        }
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::Bf16, CpuMath::Bf16) => Some(avx512::bf16_rows_of()),
         #[cfg(target_arch = "x86_64")]
@@ -159,6 +175,15 @@ fn rows(isa: Isa, packing: Packing, math: CpuMath) -> Option<[RowsFn; ROW_PANELS
         (Isa::Avx2, Packing::F16, _) => Some(avx2::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::Bf16, _) => Some(avx2::rows_of(Element::Bf16Pairs)),
+        (_, Packing::Int4 { zero_points, bf16_scales, .. }, CpuMath::Int16)
+            if int16::group_of(packing).is_some() =>
+        {
+            int16::rows(isa, zero_points, bf16_scales)
+        }
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2, Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
+            Some(avx2::int4_rows_of(zero_points, bf16_scales))
+        }
         _ => None,
     }
 }
@@ -177,6 +202,8 @@ fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn
 pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
     match (isa, math) {
         #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512 | Isa::Avx2, CpuMath::Int16) => 2 * 16 * int16_avx2::ROUND_SUMS,
+        #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, CpuMath::F32) => 2 * 16 * avx512::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, CpuMath::Bf16) => 4 * 16 * avx512::ROUND_SUMS,
@@ -188,7 +215,10 @@ pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
 /// Rounds of independent multiply-adds in registers: what the multipliers can do at most.
 pub fn multiply_add_rounds(isa: Isa, math: CpuMath, rounds: usize) -> f32 {
     match (isa, math) {
-        // SAFETY: a value of this variant comes from `detect`.
+        // SAFETY: a value of these variants comes from `detect`, and AVX-512 implies AVX2 there.
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512 | Isa::Avx2, CpuMath::Int16) => unsafe { int16_avx2::rounds(rounds) },
+        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, CpuMath::F32) => unsafe { avx512::rounds(rounds) },
         // SAFETY: bf16 arithmetic was checked when it was chosen.
@@ -207,6 +237,14 @@ pub fn max_tile(isa: Isa) -> usize {
         Isa::Avx512 => MAX_TILE,
         Isa::Avx2 => 6,
         Isa::Portable => 4,
+    }
+}
+
+/// Most tokens of a product's tile in this arithmetic.
+fn max_tile_of(isa: Isa, math: CpuMath) -> usize {
+    match math {
+        CpuMath::Int16 => max_tile(isa).min(int16::MAX_TOKENS),
+        CpuMath::F32 | CpuMath::Bf16 => max_tile(isa),
     }
 }
 
@@ -256,7 +294,7 @@ impl Packed {
     /// Bytes of all rows.
     pub fn bytes(&self) -> usize {
         let element = match self.math {
-            CpuMath::F32 => 4,
+            CpuMath::F32 | CpuMath::Int16 => 4,
             CpuMath::Bf16 => 2,
         };
         self.tiling.rows * self.padded * element
@@ -268,11 +306,11 @@ impl Activations {
     pub fn shape(&mut self, isa: Isa, math: CpuMath, rows: usize, cols: usize) -> Result<Packed> {
         let padded = cols.next_multiple_of(2);
         match math {
-            CpuMath::F32 => self.values.reserve(rows * padded)?,
+            CpuMath::F32 | CpuMath::Int16 => self.values.reserve(rows * padded)?,
             CpuMath::Bf16 => self.pairs.reserve(rows * padded / 2)?,
         }
         Ok(Packed {
-            tiling: Tiling::new(rows, max_tile(isa)),
+            tiling: Tiling::new(rows, max_tile_of(isa, math)),
             cols,
             padded,
             values: self.values.ptr(),
@@ -370,7 +408,7 @@ impl Packed {
 
     /// Appends a row of f32 activations to `out`; the rows have been written.
     pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
-        debug_assert_eq!(self.math, CpuMath::F32);
+        debug_assert_ne!(self.math, CpuMath::Bf16);
         for tile in 0..self.tiling.tiles {
             let (start, tokens) = self.tiling.tile(tile);
             if (start..start + tokens).contains(&row) {
@@ -387,7 +425,7 @@ impl Packed {
         // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many.
         unsafe {
             match self.math {
-                CpuMath::F32 => self.values.get().add(start * self.padded),
+                CpuMath::F32 | CpuMath::Int16 => self.values.get().add(start * self.padded),
                 CpuMath::Bf16 => self.pairs.get().add(start * self.padded / 2).cast(),
             }
         }
@@ -409,14 +447,19 @@ pub struct Product<'a> {
     larger: TileFn,
     /// For a lone row.
     rows: Option<[RowsFn; ROW_PANELS]>,
+    /// The activations in 16 bits, where they are multiplied so.
+    rounded: Option<Rounded>,
 }
 
 /// Results of a product's tile: of its rows, or of several panels for a lone row (see [`Packed::place`]).
 pub type TileResult = [[f32; PANEL]; MAX_TILE];
 
 impl<'a> Product<'a> {
-    pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed) -> Self {
+    /// `rounded` holds the activations in 16 bits for every group of 4-bit weights, in int16 arithmetic.
+    pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed, rounded: &[Rounded]) -> Self {
         debug_assert_eq!(matrix.cols, packed.cols);
+        let group = int16::group_of(matrix.packing);
+        let rounded = rounded.iter().find(|rounded| Some(rounded.group) == group).copied();
         let choose = |tokens: usize| match (matrix.packing, packed.math) {
             (Packing::F32, _) => dense(isa, Element::F32, tokens),
             (Packing::F16, _) => dense(isa, Element::F16, tokens),
@@ -427,13 +470,23 @@ impl<'a> Product<'a> {
             (Packing::Int4 { zero_points, bf16_scales, .. }, CpuMath::Bf16) => {
                 avx512::int4_bf16(zero_points, bf16_scales, tokens)
             }
+            (Packing::Int4 { zero_points, bf16_scales, .. }, _) if rounded.is_some() => {
+                int16::tile(isa, zero_points, bf16_scales, tokens)
+            }
             (Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
                 int4(isa, zero_points, bf16_scales, tokens)
             }
         };
         let small = packed.tiling.small;
         let rows = if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math) } else { None };
-        Self { matrix, packed, small: choose(small), larger: choose((small + 1).min(max_tile(isa))), rows }
+        Self {
+            matrix,
+            packed,
+            small: choose(small),
+            larger: choose((small + 1).min(max_tile_of(isa, packed.math))),
+            rows,
+            rounded,
+        }
     }
 
     /// A tile of one panel, or of up to [`ROW_PANELS`] for a lone row; 32 rows of the matrix each.
@@ -441,16 +494,22 @@ impl<'a> Product<'a> {
     pub fn tile(&self, panels: Range<usize>, tile: usize, out: &mut TileResult) {
         match &self.rows {
             Some(functions) => {
-                let mut starts = [std::ptr::null(); ROW_PANELS];
-                for (start, panel) in starts.iter_mut().zip(panels.clone()) {
-                    *start = self.matrix.panel(panel).0;
-                }
-                let rows = Rows {
-                    panels: starts,
+                let none = [std::ptr::null(); ROW_PANELS];
+                let (x, x_scales, x_sums) = self.activations(tile);
+                let mut rows = Rows {
+                    panels: none,
+                    scales: none,
+                    zeros: none,
+                    group: self.group(),
                     cols: self.matrix.cols,
-                    x: self.packed.tile_values(tile),
+                    x,
+                    x_scales,
+                    x_sums,
                     out: out.as_mut_ptr().cast(),
                 };
+                for (n, panel) in panels.clone().enumerate() {
+                    (rows.panels[n], rows.scales[n], rows.zeros[n]) = self.matrix.panel(panel);
+                }
                 // SAFETY: as in `one_panel`; there are as many panels as the function takes, 1 to ROW_PANELS.
                 unsafe { functions[panels.len() - 1](&rows) };
             }
@@ -463,16 +522,33 @@ impl<'a> Product<'a> {
         }
     }
 
+    fn group(&self) -> usize {
+        match self.matrix.packing {
+            Packing::Int4 { group, .. } => group,
+            _ => 0,
+        }
+    }
+
+    /// A tile's activations as its function reads them, and in int16 arithmetic their scales and sums.
+    #[inline]
+    fn activations(&self, tile: usize) -> (*const f32, *const f32, *const i32) {
+        match &self.rounded {
+            Some(rounded) => {
+                let (pairs, scales, sums) = rounded.tile(tile);
+                (pairs.cast(), scales, sums)
+            }
+            None => (self.packed.tile_values(tile), std::ptr::null(), std::ptr::null()),
+        }
+    }
+
     /// Row t of a tile's result is `out[t]`, which has room for the tile's rows.
     #[inline]
     fn one_panel(&self, panel: usize, tile: usize, out: &mut [[f32; PANEL]]) {
         debug_assert!(self.packed.tiling.tile(tile).1 <= out.len());
         let (weights, scales, zeros) = self.matrix.panel(panel);
-        let (half, group) = match self.matrix.packing {
-            Packing::F32 => (64, 0),
-            Packing::F16 => (32, 0),
-            Packing::Bf16 => (64, 0),
-            Packing::Int4 { group, .. } => (64, group),
+        let half = match self.matrix.packing {
+            Packing::F16 => 32,
+            _ => 64,
         };
         let run = if tile < self.packed.tiling.larger { self.larger } else { self.small };
         // One tile prefetches its own columns; of several, the last one prefetches the next panel into the L2 while it
@@ -487,26 +563,29 @@ impl<'a> Product<'a> {
         };
         let panel_bytes = self.matrix.packing.panel_bytes(self.matrix.cols).0;
         let next = weights.wrapping_add(panel_bytes + panel_bytes * tile / tiles);
+        let (x, x_scales, x_sums) = self.activations(tile);
+        let operands = Tile {
+            w0: weights,
+            // SAFETY: the second half of a column of the panel.
+            w1: unsafe { weights.add(half) },
+            stride: 2 * half,
+            cols: self.matrix.cols,
+            x,
+            x_scales,
+            x_sums,
+            out: out.as_mut_ptr().cast(),
+            out_stride: PANEL,
+            accumulate: false,
+            scales,
+            zeros,
+            group: self.group(),
+            ahead,
+            ahead_high: ahead.wrapping_add(half),
+            next: (next, panel_bytes / tiles),
+        };
         // SAFETY: the panel and the packed tile hold `cols` columns (padded to pairs where the packing has pairs),
         // `out` has 32 values for each row of the tile, and the functions were chosen for this CPU.
-        unsafe {
-            run(&Tile {
-                w0: weights,
-                w1: weights.add(half),
-                stride: 2 * half,
-                cols: self.matrix.cols,
-                x: self.packed.tile_values(tile),
-                out: out.as_mut_ptr().cast(),
-                out_stride: PANEL,
-                accumulate: false,
-                scales,
-                zeros,
-                group,
-                ahead,
-                ahead_high: ahead.wrapping_add(half),
-                next: (next, panel_bytes / tiles),
-            });
-        }
+        unsafe { run(&operands) };
     }
 }
 

@@ -63,7 +63,15 @@ fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: CpuMath) 
         // SAFETY: one thread.
         unsafe { packed.write_rows(tile, &x[start * matrix.cols..], matrix.cols) };
     }
-    let product = Product::new(isa, matrix, packed);
+    let mut integers = int16::Int16Activations::default();
+    let mut rounded = Vec::new();
+    if let (CpuMath::Int16, Some(group)) = (math, int16::group_of(matrix.packing)) {
+        rounded.push(integers.shape(&packed, group).unwrap());
+        for tile in 0..packed.tiling.tiles {
+            isa.run(int16::RoundTile { packed: &packed, rounded: &rounded[0], tile });
+        }
+    }
+    let product = Product::new(isa, matrix, packed, &rounded);
     let mut all = vec![vec![0f32; matrix.rows]; tokens];
     let together = if tokens == 1 { ROW_PANELS } else { 1 };
     for first in (0..matrix.panels()).step_by(together) {
@@ -150,6 +158,65 @@ fn int4_tiles_are_chains_within_groups() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// A group of activations in 16 bits: (integers, scale).
+fn round_group(x: &[f32]) -> (Vec<i64>, f32) {
+    let largest = x.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let scale = largest * (1.0 / 32767.0);
+    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+    (x.iter().map(|x| (x * inverse).round_ties_even() as i64).collect(), scale)
+}
+
+#[test]
+fn int16_tiles_are_exact_within_groups() {
+    for (rows, cols, group) in [(8, 8, 8), (40, 96, 32), (72, 256, 128), (200, 64, 64)] {
+        for (zeros, bf16_scales) in [(false, false), (false, true), (true, false), (true, true)] {
+            let matrix = int4_matrix(rows, cols, group, zeros, bf16_scales);
+            let mut x = noise(5, 14 * cols);
+            x[2 * cols..2 * cols + group].fill(0.0);
+            x[3 * cols] = 3e4;
+            let mut weights = vec![0f32; cols];
+            for isa in Isa::available() {
+                for tokens in (1..=7).chain([12, 14]) {
+                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::Int16);
+                    for row in 0..rows {
+                        matrix.read_row(row, &mut weights);
+                        for t in 0..tokens {
+                            let mut right = 0f32;
+                            for g in 0..cols / group {
+                                let columns = g * group..(g + 1) * group;
+                                let (integers, x_scale) = round_group(&x[t * cols..][columns.clone()]);
+                                let (scale, quants) = matrix.group(row, g);
+                                let exact: i64 = quants.iter().zip(&integers).map(|(q, i)| q * i).sum();
+                                right = (scale * x_scale).mul_add(exact as f32, right);
+                                for (i, x) in integers.iter().zip(&x[t * cols..][columns]) {
+                                    let off = (*i as f32 * x_scale - x).abs();
+                                    assert!(off <= 0.51 * x_scale, "{x} became {i} times {x_scale}");
+                                }
+                            }
+                            let what = format!("{isa:?} [{rows}, {cols}] g{group} {tokens}: {t} {row}");
+                            assert_equal(&what, isa, found[t][row], right);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn int16_products_do_not_hide_what_is_not_finite() {
+    let matrix = int4_matrix(40, 96, 32, true, false);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut x = noise(5, 3 * 96);
+        x[96 + 40] = bad;
+        for isa in Isa::available() {
+            let found = multiply(isa, &matrix, &x, 3, CpuMath::Int16);
+            assert!(found[0].iter().chain(&found[2]).all(|value| value.is_finite()));
+            assert!(found[1].iter().all(|value| value.is_nan()), "{isa:?}: {bad} was lost");
         }
     }
 }
