@@ -12,28 +12,20 @@
 //! gives the median of its pairs' shares and their quartiles. Times and rates are medians too.
 //! Phases are those of the fastest of several traced steps. Weights are synthetic: speed does not depend on their values.
 
-use std::time::Instant;
+mod cpu_rig;
 
+use cpu_rig::{CONTEXT, decode, prefill, prefill_slot};
 use inferwall::engine::account::{Ceilings, CostModel, SequenceShape};
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout};
+use inferwall::engine::config::{CpuMath, EngineConfig};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::cpu::ceilings::Probe;
-use inferwall::engine::device::{
-    CachePlan, Device, Input, KernelRecord, LoadOptions, SequenceStep, Session, Step, Want,
-};
+use inferwall::engine::device::{Device, KernelRecord, LoadOptions};
 use inferwall::engine::model::layout::{ModelLayout, WeightFormat};
 use inferwall::engine::model::spec::{Attention, Family, Mixer, ModelSpec, Role, Rope, RopeScaling};
 use inferwall::engine::model::synthetic::SyntheticWeights;
 use inferwall::engine::model::synthetic_layout;
 use inferwall::engine::model::weights::WeightSource;
-use inferwall::engine::request::{RequestId, SamplingParams};
-
-const GREEDY: SamplingParams = SamplingParams { temperature: 0.0, top_k: 0, top_p: 1.0 };
-const BLOCK_TOKENS: usize = 16;
-const MAX_LEN: usize = 1024;
-/// Context that decode starts from.
-const CONTEXT: usize = 128;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
@@ -55,11 +47,14 @@ fn main() {
         ("demo int4 g32 zp, f32 math", demo(int4(32)), CpuMath::F32),
         ("demo int4 g128 zp, f32 math", demo(int4(128)), CpuMath::F32),
         ("demo int4 g32 zp, bf16 math", demo(int4(32)), CpuMath::Bf16),
+        ("demo int4 g32 zp, int16 math", demo(int4(32)), CpuMath::Int16),
+        ("demo int4 g128 zp, int16 math", demo(int4(128)), CpuMath::Int16),
         ("SmolLM2-135M f16, f32 math", smollm2(WeightFormat::F16), CpuMath::F32),
         ("SmolLM2-135M bf16, f32 math", smollm2(WeightFormat::Bf16), CpuMath::F32),
         ("SmolLM2-135M bf16, bf16 math", smollm2(WeightFormat::Bf16), CpuMath::Bf16),
         ("SmolLM2-135M int4 g32 zp, f32 math", smollm2(int4(32)), CpuMath::F32),
         ("SmolLM2-135M int4 g32 zp, bf16 math", smollm2(int4(32)), CpuMath::Bf16),
+        ("SmolLM2-135M int4 g32 zp, int16 math", smollm2(int4(32)), CpuMath::Int16),
     ];
     for (name, layout, math) in cases {
         if name.contains(&filter) {
@@ -142,19 +137,7 @@ fn case(
         }
     };
     let probe = device.probe(layout.streamed_bytes() as usize).expect("memory");
-    let plan = CachePlan {
-        layout: KvLayout::Split,
-        block_tokens: BLOCK_TOKENS,
-        kv_blocks: 16 * MAX_LEN / BLOCK_TOKENS,
-        state_slots: if layout.spec.is_hybrid() { 16 } else { 0 },
-        kv_dtype: CacheDtype::F32,
-        state_dtype: CacheDtype::F32,
-        state_write_interval: 1,
-        max_model_len: MAX_LEN,
-        max_num_seqs: 16,
-        max_num_batched_tokens: 2048,
-        max_drafts: 0,
-    };
+    let plan = cpu_rig::plan(&layout.spec);
     let cost = CostModel::new(layout, &plan);
     let mut session = model.open(&plan, &EngineConfig::default(), &Clock::real()).expect("a session");
     println!("\n## {name}\n\n{:.1} MB streamed a step\n", layout.streamed_bytes() as f64 / 1e6);
@@ -337,47 +320,4 @@ fn quartiles(values: &[f64]) -> [f64; 3] {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     [1, 2, 3].map(|quarter| sorted[(sorted.len() - 1) * quarter / 4])
-}
-
-fn blocks(slot: usize) -> Vec<u32> {
-    (0..MAX_LEN / BLOCK_TOKENS).map(|i| (i * 16 + slot) as u32).collect()
-}
-
-fn prefill(session: &mut dyn Session, tokens: usize, trace: bool) -> (f64, Vec<KernelRecord>) {
-    let ids: Vec<u32> = (0..tokens).map(|i| (i * 7919 % 30_000) as u32).collect();
-    run(session, &[(0, 0, &ids)], trace)
-}
-
-fn prefill_slot(session: &mut dyn Session, slot: usize, tokens: usize) {
-    let ids: Vec<u32> = (0..tokens).map(|i| ((i + slot) * 7919 % 30_000) as u32).collect();
-    run(session, &[(slot, 0, &ids)], false);
-}
-
-fn decode(session: &mut dyn Session, batch: usize, context: usize, trace: bool) -> (f64, Vec<KernelRecord>) {
-    let ids: Vec<[u32; 1]> = (0..batch).map(|slot| [(slot * 31 + context) as u32]).collect();
-    let parts: Vec<(usize, usize, &[u32])> =
-        ids.iter().enumerate().map(|(slot, ids)| (slot, context, &ids[..])).collect();
-    run(session, &parts, trace)
-}
-
-/// Seconds of one step of (slot, context, tokens), each sampled greedily.
-fn run(session: &mut dyn Session, parts: &[(usize, usize, &[u32])], trace: bool) -> (f64, Vec<KernelRecord>) {
-    let tables: Vec<Vec<u32>> = parts.iter().map(|part| blocks(part.0)).collect();
-    let sequences = parts
-        .iter()
-        .zip(&tables)
-        .map(|(&(slot, context, ids), table)| SequenceStep {
-            request: RequestId(slot as u64),
-            state_slot: Some(slot as u32),
-            blocks: &table[..(context + ids.len()).div_ceil(BLOCK_TOKENS)],
-            context_tokens: context,
-            input: Input::Known(ids),
-            drafts: &[],
-            want: Want::Sample { seed: 0, position: (context + ids.len()) as u64, params: GREEDY },
-        })
-        .collect();
-    let start = Instant::now();
-    let ticket = session.submit(&Step { sequences, trace }).expect("a step");
-    let output = session.wait(ticket).expect("a step's output");
-    (start.elapsed().as_secs_f64(), output.kernels)
 }
