@@ -93,7 +93,7 @@ class Inferwall:
         self.process = subprocess.Popen([step_times, folder, math], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, bufsize=1)
         loaded = self.process.stdout.readline()
-        self.missing = "" if loaded else self.process.stderr.read().strip().splitlines()[0]
+        self.missing = "" if loaded else self.process.stderr.read().partition('fact: "')[2].partition('"')[0]
 
     def ask(self, question):
         self.process.stdin.write(question + "\n")
