@@ -213,7 +213,7 @@ template <int M, int N> DEVICE void gemm(const Gemm &p) {
         Slot<STAGES> slot;
         if (group == 1) slot.skip(steps);
         for (u32 tile = cluster + group * clusters; tile < order.count(); tile += 2 * clusters, slot.skip(steps)) {
-            // A barrier tells its last phase from the one before, no more: none may wait for stages of its tile before the
+            // A parity tells two neighbouring phases of a barrier apart, no more: none may wait for stages of its tile before the
             // other group has seen all of the tile before.
             if (tile != cluster) named_sync(1 + group, 256);
             u32 before = 0;

@@ -31,7 +31,7 @@ struct Int4Batch {
     u32 unused[4];
 };
 
-// Tiles of x that are gone through for one tile of W after the other, so that both stay in the L2.
+// Tiles of x that each tile of W is multiplied by before the next, so that both stay in the L2.
 #define BAND 8
 
 template <int N, int GROUPS, int SCALES> struct Ring {
@@ -196,7 +196,7 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void bring_scales(c
         Tile tile = tile_at<CLUSTER>(p, t);
         for (u32 i = 0; i < tile.count * 2 / R::BLOCKS; i++, at.next()) {
             u32 to = base + R::AT_S + at.slot * R::S, block = tile.begin * 2 + i * R::BLOCKS;
-            // Rows and columns past the end: others, never stored or multiplied by zeros.
+            // Rows and columns past the end: repeated ones, which are never stored or meet zeros of x.
             auto from = [&](u32 j) {
                 u32 unit = min(tile.w * R::UNITS + j / R::SETS, units - 1);
                 u32 group = SCALES == 1 ? block >> (p.shift - 6) : min((block * 2 + j % R::SETS) >> (p.shift - 5), groups - 1);

@@ -2,7 +2,7 @@
 //
 // The batch is the M side of the warpgroup's product, TILES tiles of 64 rows for each of two groups of four warps; rows of W are
 // its N columns, so `block_rows` of them (a multiple of 8, at most N) may be what gives each multiprocessor one block: at
-// 256 rows products are bound by the tensor cores as much as by memory, and neither has anything to waste.
+// 256 rows tensor cores and memory have nearly as much to do, and neither has anything to waste.
 //
 // A block would read 256 rows of x for at most 144 of W, more than the L2 can give. So two blocks of a cluster share x: each
 // asks for half of its rows, and the copy engine writes them to both. W comes to each alone, 64 columns of k at a time,

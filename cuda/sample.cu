@@ -5,7 +5,8 @@
 // is that of engine/sampling.rs: temperature, then the top_k largest (equal ones: the lower id first), then the smallest
 // set of the most likely whose weight reaches top_p; kept tokens lie end to end in order of id and the draw picks one.
 // Weights are summed as 40-bit fixed point, so that no order of summation can change a token.
-// Bytes: 4 a logit for each pass; greedy takes one pass, sampling one, and four each for top_k and top_p.
+// Bytes: 4 a logit for each pass; greedy takes one pass (none where the head's product leaves
+// keys: `sample_keys`), sampling one, and four each for top_k and top_p.
 #include "best.cuh"
 
 struct Sample {

@@ -38,20 +38,7 @@ template <int N> DEVICE void hold(float (&registers)[N]) {
 // Makes this thread's writes to shared memory visible to the tensor cores; a barrier must follow.
 DEVICE void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// d[64x64] (+)= a[64x16] b[64x16]^T; a and b in shared memory, both with the 16 contiguous. `accumulate` 0 starts from zero.
-DEVICE void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, %32, %33, p, 1, 1, 0, 0;}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// As wgmma_64x64, b [80x16].
+// d[64x80] (+)= a[64x16] b[80x16]^T; a and b in shared memory, both with the 16 contiguous. `accumulate` 0 starts from zero.
 DEVICE void wgmma_64x80(float (&d)[40], u64 a, u64 b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "

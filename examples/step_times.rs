@@ -25,7 +25,10 @@ fn main() -> Result<()> {
     let cpu_math = match arguments.next().as_deref() {
         Some("bf16") => CpuMath::Bf16,
         Some("int16") => CpuMath::Int16,
-        _ => CpuMath::F32,
+        None | Some("f32") => CpuMath::F32,
+        Some(other) => {
+            return Err(Error::invalid(format!("no arithmetic is called `{other}`"), "f32, bf16 or int16"));
+        }
     };
     let mut device = CpuDevice::new(None)?;
     let options = LoadOptions { cpu_math, threads: None };

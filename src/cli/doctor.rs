@@ -31,7 +31,7 @@ const LIBRARIES: [(&str, &[&str], &str); 2] = [
     (
         "cuBLASLt",
         &cuda::cublaslt::NAMES,
-        "not found: prompts run on the program's own, slower products; pip install nvidia-cublas",
+        "not found: products of many rows run on the program's own kernels, slower ones on most GPUs; pip install nvidia-cublas",
     ),
     (
         "CUPTI",

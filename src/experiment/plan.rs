@@ -27,7 +27,7 @@ pub struct PlanOptions {
     pub experiments_file: Option<PathBuf>,
     pub device: String,
     pub values: Option<String>,
-    /// Names of the arms to run, each with at most one `*`; none: all.
+    /// Names of the arms to run, `*` for any letters; none: all.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub arms: Vec<String>,
     pub prompts: Option<usize>,
@@ -421,24 +421,26 @@ fn resolve(
     Ok(Arm { name, knob, value, baseline, optional: arm.optional, model, load, engine })
 }
 
+/// Whether a pattern means a name: `*` stands for any letters, none included.
+fn means(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((start, rest)) => name.strip_prefix(start).is_some_and(|name| {
+            (0..=name.len()).any(|at| name.is_char_boundary(at) && means(rest, &name[at..]))
+        }),
+    }
+}
+
 /// Keeps the arms that one of `names` means; all where there are none.
 fn only(names: &[String], arms: &mut Vec<Arm>) -> Result<()> {
-    let means = |name: &str, arm: &Arm| match name.split_once('*') {
-        None => arm.name == name,
-        Some((start, end)) => {
-            arm.name.len() >= start.len() + end.len()
-                && arm.name.starts_with(start)
-                && arm.name.ends_with(end)
-        }
-    };
-    if let Some(name) = names.iter().find(|name| !arms.iter().any(|arm| means(name, arm))) {
+    if let Some(name) = names.iter().find(|name| !arms.iter().any(|arm| means(name, &arm.name))) {
         let all: Vec<&str> = arms.iter().map(|arm| arm.name.as_str()).collect();
         return Err(Error::invalid(
             format!("no arm is called `{name}`"),
             format!("arms: {}", all.join(", ")),
         ));
     }
-    arms.retain(|arm| names.is_empty() || names.iter().any(|name| means(name, arm)));
+    arms.retain(|arm| names.is_empty() || names.iter().any(|name| means(name, &arm.name)));
     Ok(())
 }
 
@@ -534,6 +536,7 @@ engine = { kv_layout = "unified" }
         let tight = chosen(&["tight *"]).unwrap();
         assert_eq!(names(&tight), ["tight 40", "tight 80"]);
         assert_eq!(tight.baseline().name, "tight 40");
+        assert_eq!(names(&chosen(&["*num*=*"]).unwrap()), ["max_num_seqs=1", "max_num_seqs=4"]);
         assert_eq!(names(&chosen(&["max_num_seqs=4", "*80"]).unwrap()), ["max_num_seqs=4", "tight 80"]);
         let error = chosen(&["tigt *"]).unwrap_err();
         assert!(error.to_string().contains("`tigt *`") && error.hint().contains("tight 80"), "{error}");

@@ -3,13 +3,12 @@
 
 mod wide;
 
-use cudarc::driver::sys;
-
 use super::driver::plain::Plain;
-use super::driver::{Gpu, Kernel, check};
+use super::driver::{Gpu, Kernel};
 use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
 use super::matrix::GATE_UP_INTERLEAVE;
 use super::products::{Arguments, PARTS, SILU};
+use super::tensor_map::TensorMap;
 use super::units;
 use crate::Result;
 
@@ -31,7 +30,7 @@ const PART_ROWS: usize = 80;
 const FEW_WAVES: usize = 4;
 const MANY_WAVES_ROWS: usize = 128;
 /// Rows of x up to which a step's products together are faster than cuBLASLt's.
-const FASTER_ROWS: usize = 128;
+pub const FASTER_ROWS: usize = 128;
 /// Rows of x from which the batch is the product's M side.
 const WIDE_ROWS: usize = 96;
 
@@ -136,30 +135,7 @@ fn slack(batch: usize, rows: usize) -> usize {
 
 /// A matrix [rows, columns] of fp16 at `at` as boxes of `box_rows` rows by 64 columns for the copy engine.
 fn tensor_map(at: u64, rows: usize, columns: usize, box_rows: usize) -> Result<[u64; 16]> {
-    let mut map = sys::CUtensorMap_st { opaque: [0; 16] };
-    let sizes = [columns as u64, rows as u64];
-    let strides = [2 * columns as u64];
-    let boxes = [TILE_COLUMNS as u32, box_rows as u32];
-    let steps = [1, 1];
-    // SAFETY: writes the map, which is aligned by its type; sizes, strides and boxes have the rank's length.
-    let code = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &mut map,
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            2,
-            at as *mut std::ffi::c_void,
-            sizes.as_ptr(),
-            strides.as_ptr(),
-            boxes.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    check(code.result(), || format!("describing a matrix of {rows} x {columns} to the copy engine"))?;
-    Ok(map.opaque)
+    Ok(TensorMap::halves_matrix(at, (rows, columns), columns, (box_rows, TILE_COLUMNS))?.into_words())
 }
 
 pub struct BatchProducts {

@@ -33,7 +33,7 @@ pub struct Limits {
     pub rows: usize,
     /// Most output rows that pass through the head at a time.
     pub outputs: usize,
-    /// Portable kernels only, whatever the GPU (tests and timing of that path).
+    /// Only the kernels that every GPU runs (`cuda_kernels = portable`).
     pub portable: bool,
 }
 

@@ -12,7 +12,7 @@ use crate::Result;
 const TILE_ROWS: usize = 128;
 const TILE_COLUMNS: usize = 192;
 pub(super) const NAME: &str = "gemm_128x192";
-/// Tiles of W that are made row by row, so that the rows of x and W in use at a time stay in the L2.
+/// Rows of tiles that are made column by column, so that the rows of x and W in use at a time stay in the L2.
 const GROUP: u32 = 8;
 /// Columns of k in a stage of the ring: 128 bytes.
 const STAGE_COLUMNS: usize = 64;

@@ -14,7 +14,7 @@ mod int4;
 mod int4_batch;
 
 use self::int4::Int4Products;
-use super::batch_product::BatchProducts;
+use super::batch_product::{BatchProducts, FASTER_ROWS};
 use super::cublaslt::{CublasLt, Family, Rival, Shape, Sums};
 use super::driver::plain::Plain;
 use super::driver::{DeviceBuffer, Gpu, Kernel};
@@ -25,15 +25,19 @@ use super::matrix::{Matrix, MatrixFormat, Output};
 use super::units;
 use crate::{Error, Result};
 
-/// Rows from which cuBLASLt and `product_batch_*` are faster than `product_stream_*`.
+/// Rows from which cuBLASLt is faster than `product_stream_*`.
 const LIBRARY_ROWS: usize = 9;
 /// `product_stream_8_short` is the faster one to this many columns, from four units of 16 rows a multiprocessor to so many
 /// that start and end no longer matter.
 const SHORT_COLS: usize = 4096;
+/// Elements of W below which `product_stream_*` stays the one for few rows on Hopper too. A matrix so small (the gates of a delta net
+/// whose other projections have 4 bits) is all start and end; and the ring of `product_batch_*` would have each multiprocessor
+/// change its split of shared memory and L1 twice between two `int4_stream_*`.
+const SMALL_ELEMENTS: usize = 1 << 20;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
 const SILU_ROWS: usize = 1024;
-/// Rows from which `gemm_*` is used in place of `product_batch_*`, and from which it is a candidate beside cuBLASLt, which has
+/// Rows from which `gemm_*` is used where there is no cuBLASLt, and from which it is a candidate beside cuBLASLt, which has
 /// finer tiles for fewer.
 const GEMM_ROWS: usize = 257;
 const GEMM_ROWS_BESIDE_LIBRARY: usize = 449;
@@ -105,7 +109,7 @@ pub struct Products {
 
 impl Products {
     /// For steps of at most `rows` rows, with gate and up matrices of at most `gate_up` rows and 4-bit matrices of at
-    /// most `int4_elements`. `portable`: none but our own kernels.
+    /// most `int4_elements`. `portable`: only what every GPU runs, and no cuBLASLt.
     ///
     /// # Errors
     /// A cuBLASLt that does not work; a full GPU.
@@ -145,7 +149,7 @@ impl Products {
         Self { library: None, gate_up: None, ..self }
     }
 
-    /// The same as on a GPU without Hopper's warpgroup products.
+    /// The same without Hopper's kernels for 16-bit weights (gate and up still in the smaller pieces that fit beside them).
     pub fn without_hopper(self) -> Self {
         Self { hopper: None, gemm: None, ..self }
     }
@@ -171,7 +175,9 @@ impl Products {
     /// The warpgroup products, where they are there and the fastest.
     fn hopper(&self, rows: usize, w: &Matrix) -> Option<&BatchProducts> {
         let eights = w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8);
-        self.hopper.as_ref().filter(|hopper| eights && (self.library.is_none() || hopper.beats_library(rows)))
+        let large = rows >= LIBRARY_ROWS || w.rows * w.cols >= SMALL_ELEMENTS;
+        let beats = |hopper: &&BatchProducts| self.library.is_none() || hopper.beats_library(rows);
+        self.hopper.as_ref().filter(|_| eights && large).filter(beats)
     }
 
     /// Lets cuBLASLt find the fastest algorithms for the 16-bit matrices of `uses` with up to `rows` rows. Returns how many
@@ -235,11 +241,12 @@ impl Products {
         };
         let rival: Option<(usize, Rival)> =
             self.gemm.as_ref().map(|_| (GEMM_ROWS_BESIDE_LIBRARY, &own as Rival));
+        let least = if self.hopper.is_some() { FASTER_ROWS + 1 } else { LIBRARY_ROWS };
         // Gate and up of as many rows go to our own product untimed: the SiLU that it saves is more than the library is ever ahead.
         // SAFETY: the caller's promise.
         unsafe {
-            let timed = library.tune(&families, LIBRARY_ROWS, x, x_bytes, rival)?
-                + library.tune(&gated, LIBRARY_ROWS, x, x_bytes, None)?;
+            let timed = library.tune(&families, least, x, x_bytes, rival)?
+                + library.tune(&gated, least, x, x_bytes, None)?;
             Ok(timed + library.tune(&adding, ADD_ROWS, x, x_bytes, rival)?)
         }
     }
@@ -262,14 +269,14 @@ impl Products {
             return unsafe { self.int4(stream, job) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
-        let few = match (&self.hopper, &self.library) {
+        let hopper = self.hopper(rows, w);
+        let few = match (hopper, &self.library) {
             (Some(_), _) => 0,
             (None, Some(_)) => LIBRARY_ROWS - 1,
             (None, None) => 32,
         };
         let eights = w.rows.is_multiple_of(8) && w.cols.is_multiple_of(8);
         let library = self.library.as_ref().filter(|_| eights);
-        let hopper = self.hopper(rows, w);
         let gemm = self.gemm.as_ref().filter(|_| eights && self.prefers_gemm(&job));
         // SAFETY: the caller's promise, for each.
         unsafe {

@@ -1,5 +1,5 @@
 //! How products of 96 to 256 rows (cuda/products_wide.cu) are cut into blocks: rows of W by what keeps all multiprocessors equally
-//! busy, since these products are bound by the tensor cores.
+//! busy.
 
 use super::{BLOCK_BYTES, MAX_STAGES, MULTIPROCESSOR_BYTES, TILE_COLUMNS};
 
@@ -104,7 +104,7 @@ impl Cut {
     }
 }
 
-/// The kernel for so many rows of W in a block.
+/// Rows of W that the kernel for so many of them in a block is made for.
 fn tallest(rows: usize) -> Option<usize> {
     TALLEST.into_iter().find(|&tallest| rows <= tallest)
 }

@@ -6,7 +6,7 @@
 //! | 9 to `WIDE_ROWS` on Hopper | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
-//! | more elsewhere | `int4_expand` and cuBLASLt, or without it `int4_tile_*` |
+//! | more elsewhere | `int4_expand` and cuBLASLt, or without it, from 33 rows, `int4_tile_*` |
 
 use super::int4_batch::Int4BatchProducts;
 use super::{Job, Products, parts_for};
