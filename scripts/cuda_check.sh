@@ -32,12 +32,9 @@ done
 
 if [ "${1:-}" = --sanitize ] && command -v compute-sanitizer >/dev/null; then
     binary="$(cargo test --test cuda_golden --no-run 2>&1 | sed -n 's/.*(\(.*\)).*/\1/p' | tail -1)"
-    check memcheck compute-sanitizer --tool memcheck --error-exitcode 1 "$binary" --test-threads=1 whole_prompts_match
-    # delta_stream hands tokens over by bar.arrive and bar.sync. racecheck (CUDA 13.0) also reports a race in the plainest such
-    # pair: one half of a block writes and arrives at barrier 1, the other syncs on it, reads, and arrives at barrier 3, on which
-    # the first syncs before it writes again.
-    check racecheck compute-sanitizer --tool racecheck --error-exitcode 1 \
-        --kernel-name-exclude kernel_substring=delta_stream "$binary" --test-threads=1 whole_prompts_match
+    for tool in memcheck racecheck; do
+        check "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$binary" --test-threads=1 whole_prompts_match
+    done
 fi
 
 check bench cargo bench --bench cuda

@@ -24,7 +24,7 @@ const REASONS: [(&str, &str); 14] = [
     ),
     (
         "stagger",
-        "one sample, the 19th largest of 1,920: the longest time to first token outside the stall, unless one more falls into the stall. It hangs on how far apart the victims' threads began, which the series did not record (see the mechanisms below); here they begin together. Printed, not judged",
+        "one sample, the 19th largest of 1,920: the longest time to first token outside the stall, unless one more falls into the stall. It hangs on how far apart the victims' threads began, which the series did not record (see the mechanisms below); here they begin together",
     ),
     (
         "bucket",
