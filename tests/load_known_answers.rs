@@ -176,6 +176,19 @@ fn the_probe_injects_beside_its_victims_and_ends_after_the_drain() {
 }
 
 #[test]
+fn the_time_a_victim_takes_to_ask_again_counts_in_its_latency() {
+    let at_once = Probe { inject_after_s: 0.2, drain_s: 0.1, injectors: 1, ..Probe::default() };
+    let later = Probe { victim_restart_s: 0.02, ..at_once };
+    let ttfts_ms = |probe| -> Vec<f64> {
+        let (record, _) = rig(256).run(&LoadSpec { probe: Some(probe), ..LoadSpec::default() }, 0);
+        let second = record.requests.iter().filter(|request| request.role == Role::Victim).skip(6).take(6);
+        second.map(|request| (request.ttft_s().unwrap() * 1e3).round()).collect()
+    };
+    let expected: Vec<f64> = ttfts_ms(at_once).iter().map(|ttft_ms| ttft_ms + 20.0).collect();
+    assert_eq!(ttfts_ms(later), expected);
+}
+
+#[test]
 fn a_pinned_injection_happens_at_the_chosen_token_of_the_first_victim() {
     let probe = Probe { inject_after_s: 0.1, inject_at_token: Some(16), drain_s: 0.0, ..Probe::default() };
     let load = LoadSpec { probe: Some(probe), ..LoadSpec::default() };

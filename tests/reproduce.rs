@@ -1,7 +1,9 @@
 //! The series on its simulated rig: the gates of every part, reproducibility, and speed against simulated time.
 
 use inferwall::engine::device::sim::SimDevice;
+use inferwall::measure::recorder::RequestRecord;
 use inferwall::simulation::reproduce::{self, Verdict, report};
+use inferwall::workload::schedule::Role;
 
 fn check(part: u32) {
     let device = SimDevice::parse("sim:series").unwrap();
@@ -82,6 +84,39 @@ fn the_valley_comes_from_the_state_cost_of_mixed_steps() {
     let throughput = |device: &SimDevice| reproduce::run_arm(&arm(1, "rate 10"), device, 0).unwrap().0["request_throughput"];
     assert!(throughput(&device) < 6.6);
     assert!(throughput(&without) > 7.8);
+}
+
+/// 30 answers of 64 tokens, as published; and the first prompt runs when five of the victims have 8 tokens of their third.
+#[test]
+fn the_victims_are_as_many_and_as_far_as_the_series_had_them() {
+    let device = SimDevice::parse("sim:series").unwrap();
+    for name in ["chunked on, light", "chunked on, heavy", "chunked off, light", "chunked off, heavy"] {
+        let record = arm(2, name).simulated(0).unwrap().run(&device).unwrap().record;
+        let victims: Vec<_> = record.requests.iter().filter(|request| request.role == Role::Victim).collect();
+        assert_eq!(victims.iter().map(|request| request.tokens_s.len()).sum::<usize>(), 1920, "{name}");
+        let first = record.steps.iter().find(|step| step.report.prefill_tokens > 1000).unwrap();
+        let before = |request: &RequestRecord| {
+            request.tokens_s.iter().filter(|time_s| **time_s <= first.report.start_s + 1e-9).count()
+        };
+        let tokens: Vec<usize> = victims.iter().skip(12).take(6).map(|request| before(request)).collect();
+        assert_eq!(tokens, [10, 8, 8, 8, 8, 8], "{name}");
+    }
+}
+
+/// The one cell outside its gate: five victims wait two steps for the first one's here, and three give what was published.
+#[test]
+fn the_published_wait_of_the_light_run_is_three_steps() {
+    let device = SimDevice::parse("sim:series").unwrap();
+    let p99_ms = |restart_s: f64| {
+        let mut light = arm(2, "chunked off, light");
+        light.load.probe.as_mut().unwrap().victim_restart_s = restart_s;
+        reproduce::run_arm(&light, &device, 0).unwrap().0["victims_all_p99_ms"]
+    };
+    assert_eq!(p99_ms(0.0), p99_ms(0.02));
+    assert!(p99_ms(0.0) < 90.0);
+    for restart_s in [0.03, 0.035, 0.04] {
+        assert!((p99_ms(restart_s) / 102.8 - 1.0).abs() < 0.02, "{}", p99_ms(restart_s));
+    }
 }
 
 #[test]

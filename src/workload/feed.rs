@@ -54,11 +54,19 @@ struct InFlight {
     tokens: usize,
 }
 
+#[derive(Debug, Clone, Copy)]
+struct NextVictim {
+    /// Its latency counts from here.
+    intended_s: f64,
+    /// It is sent then.
+    due_s: f64,
+}
+
 #[derive(Debug)]
 struct ProbeState {
     plan: Probe,
-    /// When each victim may send its next request; `None` while one is in flight.
-    ready_s: Vec<Option<f64>>,
+    /// The next request of each victim; `None` while one is in flight.
+    victims: Vec<Option<NextVictim>>,
     injected_s: Option<f64>,
     /// Injectors not yet handed out, and not yet answered.
     to_inject: usize,
@@ -74,9 +82,7 @@ impl Feed {
         let probe = match schedule.pacing {
             Pacing::Probe(plan) => Some(ProbeState {
                 plan,
-                ready_s: (0..plan.victims)
-                    .map(|victim| Some(origin_s + victim as f64 * plan.victim_stagger_s))
-                    .collect(),
+                victims: vec![Some(NextVictim { intended_s: origin_s, due_s: origin_s }); plan.victims],
                 injected_s: None,
                 to_inject: plan.injectors,
                 unanswered: plan.injectors,
@@ -220,7 +226,10 @@ impl Feed {
                     probe.stop_s = Some(now_s + probe.plan.drain_s);
                 }
             }
-            Some(probe) => probe.ready_s[state.victim] = Some(now_s),
+            Some(probe) => {
+                let due_s = now_s + probe.plan.victim_restart_s;
+                probe.victims[state.victim] = Some(NextVictim { intended_s: now_s, due_s });
+            }
         }
     }
 
@@ -232,8 +241,8 @@ impl Feed {
         };
         let injection = due_s.filter(|_| probe.to_inject > 0).map(|due_s| (due_s, None));
         let open = |due_s: f64| probe.stop_s.is_none_or(|stop_s| due_s < stop_s);
-        let victims = probe.ready_s.iter().enumerate();
-        let victims = victims.filter_map(|(victim, ready)| Some(((*ready)?, Some(victim))));
+        let victims = probe.victims.iter().enumerate();
+        let victims = victims.filter_map(|(victim, next)| Some((next.as_ref()?.due_s, Some(victim))));
         victims
             .filter(|&(due_s, _)| open(due_s))
             .chain(injection)
@@ -242,12 +251,14 @@ impl Feed {
 
     fn take_probe(&mut self, now_s: f64) -> Option<Due> {
         let probe = self.probe.as_ref()?;
-        let (intended_s, victim) = self.next_probe(probe)?;
+        let (due_s, victim) = self.next_probe(probe)?;
+        let next = victim.and_then(|victim| probe.victims[victim]);
+        let intended_s = next.map_or(due_s, |next| next.intended_s);
         let index = self.handed_out;
         let probe = self.probe.as_mut()?;
         let planned = match victim {
             Some(victim) => {
-                probe.ready_s[victim] = None;
+                probe.victims[victim] = None;
                 if victim == 0 {
                     probe.first_victim_tokens = 0;
                 }

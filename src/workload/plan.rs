@@ -246,7 +246,7 @@ mod tests {
             let of_role = schedule.requests.iter().filter(|planned| planned.role == role);
             of_role.map(|planned| (planned.request.prompt.len(), planned.request.max_tokens)).collect()
         };
-        assert_eq!(lengths(Role::Victim), [(7, 64); 6]);
+        assert_eq!(lengths(Role::Victim), [(8, 64); 6]);
         assert_eq!(lengths(Role::Injector), [(5408, 32); 12]);
         assert_eq!(schedule.requests[6].request.prompt, schedule.requests[17].request.prompt);
         assert_eq!(schedule.longest_request_tokens(), 5440);

@@ -15,8 +15,9 @@ pub struct Probe {
     /// Tokens of a victim's prompt and answer.
     pub victim_input_len: usize,
     pub victim_output_len: usize,
-    /// Seconds from one victim's first request to the next victim's.
-    pub victim_stagger_s: f64,
+    /// Seconds from the end of a victim's answer until it asks again. They count in the latency of that request, as in
+    /// the series, whose clock started before the client connected.
+    pub victim_restart_s: f64,
     pub injectors: usize,
     pub injector_input_len: usize,
     pub injector_output_len: usize,
@@ -37,9 +38,9 @@ impl Default for Probe {
     fn default() -> Self {
         Self {
             victims: 6,
-            victim_input_len: 7,
+            victim_input_len: 8,
             victim_output_len: 64,
-            victim_stagger_s: 0.0,
+            victim_restart_s: 0.0,
             injectors: 12,
             injector_input_len: 5408,
             injector_output_len: 32,
@@ -68,7 +69,7 @@ impl Probe {
             ));
         }
         let seconds = [
-            ("probe.victim_stagger_s", self.victim_stagger_s),
+            ("probe.victim_restart_s", self.victim_restart_s),
             ("probe.inject_after_s", self.inject_after_s),
             ("probe.drain_s", self.drain_s),
         ];
