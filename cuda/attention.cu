@@ -27,19 +27,19 @@ struct Rotation {
     float eps;
 };
 
-// One warp a (row, head): q heads to `q` [rows][heads][D] fp16, k and v heads into the cache. Grid (rows, ceil(units/4)),
-// blocks of 128. `angles` [positions][rotary_dim / 2] holds cos and sin in fp32. Weights are fp32, with 1 + w added.
+// One warp a (row, unit), units being q heads (to `q` [rows][heads][D] fp16), then k heads and v heads (into the cache), of
+// which `first_unit..end_unit` are done. Grid (rows, ceil(units/4)), blocks of 128. `angles` [positions][rotary_dim / 2] holds
+// cos and sin in fp32. Weights are fp32, with 1 + w added.
 template <int D>
 DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight, const float2 *angles, f16 *q, f16 *k_cache,
                     f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape,
-                    Rotation rotation) {
+                    Rotation rotation, int first_unit, int end_unit) {
     constexpr int PER_LANE = (D + 31) / 32;
     __shared__ float exchange[4][D];
     let_next_kernel_start();
-    int unit = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    int unit = first_unit + blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     Row row = rows[blockIdx.x];
-    int units = shape.heads + 2 * shape.kv_heads;
-    if (row.sequence < 0 || unit >= units) return;
+    if (row.sequence < 0 || unit >= end_unit) return;
     const f16 *input = qkv + (u64)blockIdx.x * shape.qkv_pitch;
     int q_width = shape.gated ? 2 * D : D;
     bool is_q = unit < shape.heads, is_k = !is_q && unit < shape.heads + shape.kv_heads;
@@ -96,8 +96,10 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
 
 #define PREPARE                                                                                                         \
     const f16 *qkv, const float *q_weight, const float *k_weight, const float2 *angles, f16 *q, f16 *k_cache,           \
-        f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape, Rotation rotation
-#define PASS_PREPARE qkv, q_weight, k_weight, angles, q, k_cache, v_cache, rows, table, header, shape, rotation
+        f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape, Rotation rotation,          \
+        int first_unit, int end_unit
+#define PASS_PREPARE                                                                                                    \
+    qkv, q_weight, k_weight, angles, q, k_cache, v_cache, rows, table, header, shape, rotation, first_unit, end_unit
 KERNEL __launch_bounds__(128) attention_prepare_32(PREPARE) { prepare<32>(PASS_PREPARE); }
 KERNEL __launch_bounds__(128) attention_prepare_64(PREPARE) { prepare<64>(PASS_PREPARE); }
 KERNEL __launch_bounds__(128) attention_prepare_128(PREPARE) { prepare<128>(PASS_PREPARE); }

@@ -145,3 +145,15 @@ DEVICE void norm_row(const float *residual, const float4 *weight, f16 *normed, i
 #define NORM_ROW const float *residual, const float4 *weight, f16 *normed, int rows, int hidden, float eps
 KERNEL __launch_bounds__(256) norm_rows_2560(NORM_ROW) { norm_row<20>(residual, weight, normed, rows, hidden, eps); }
 KERNEL __launch_bounds__(256) norm_rows_4096(NORM_ROW) { norm_row<32>(residual, weight, normed, rows, hidden, eps); }
+
+// Row i of `own_residual` and `own_normed` is row select[i] of the others: the few rows that the end of the last layer runs on.
+KERNEL gather_rows(const float4 *residual, const uint2 *normed, const u32 *select, float4 *own_residual, uint2 *own_normed,
+                   int vectors) {
+    let_next_kernel_start();
+    u64 from = (u64)select[blockIdx.x] * vectors, to = (u64)blockIdx.x * vectors;
+    wait_for_previous_kernel();
+    for (int at = threadIdx.x; at < vectors; at += blockDim.x) {
+        own_residual[to + at] = residual[from + at];
+        own_normed[to + at] = normed[from + at];
+    }
+}

@@ -120,6 +120,35 @@ fn company_shows_no_more_than_rounding() {
     }
 }
 
+/// Steps of which few rows are wanted, so that the last layer runs on those alone: at the end of a prompt, of two prompts,
+/// beside a decode token, and behind a piece of which nothing is wanted.
+#[test]
+fn few_wanted_rows_match() {
+    let Some((mut device, _alone)) = device("few_wanted_rows_match") else { return };
+    for name in FOLDERS {
+        let (mut rig, golden) = (rig(&mut device, &fixture(name)), Golden::read(&fixture(name)));
+        let end = golden.ids.len();
+        let last = |rows: usize| &golden.logits[end - golden.first - rows..];
+        let logits = |rows| Want::Logits { rows };
+        for rows in [1, 3, 40] {
+            let step = rig.run(&[Part::new(0, 0, &golden.ids, logits(rows))]);
+            let found = &step.sequences[0].logits;
+            assert_near(&format!("{name}, last {rows}"), found, last(rows), limit(name));
+        }
+        let (front, back) = golden.ids.split_at(100);
+        rig.run(&[Part::new(1, 0, front, Want::Nothing), Part::new(2, 0, front, Want::Nothing)]);
+        rig.run(&[Part::new(2, 100, &back[..back.len() - 1], Want::Nothing)]);
+        let step = rig.run(&[
+            Part::new(2, end - 1, &back[back.len() - 1..], logits(1)),
+            Part::new(1, 100, back, logits(2)),
+            Part::new(0, 0, &golden.ids, Want::Nothing),
+        ]);
+        for (sequence, rows) in step.sequences.iter().zip([1, 2]) {
+            assert_near(&format!("{name}, in pieces"), &sequence.logits, last(rows), limit(name));
+        }
+    }
+}
+
 /// Decodes `count` tokens greedily for the slots with `depth` steps in flight, from prompts already in the cache.
 fn decode(
     session: &mut dyn Session,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::batch::{Batch, Offsets};
 use super::delta_prefill::{self, DeltaPrefill, DeltaShape};
 use super::driver::{DeviceBuffer, Gpu};
-use super::kernels::attention::{LayerCache, RowAttention, StepRows};
+use super::kernels::attention::{LayerCache, Part, RowAttention, StepRows};
 use super::kernels::delta::{Delta, DeltaSequence, StatePools};
 use super::kernels::norm::{Addend, Norms};
 use super::kernels::sample::{Logits, Samplers, Sink};
@@ -17,7 +17,7 @@ use super::launch::Stream;
 use super::matrix::{Matrix, Output};
 use super::prefill_attention::{Gate, PagedKv, PrefillAttention, Rows, Tiles};
 use super::products::Products;
-use super::weights::{AttentionWeights, DeltaWeights, GpuWeights, MixerWeights, Parts};
+use super::weights::{AttentionWeights, DeltaWeights, GpuWeights, MixerWeights};
 use crate::engine::config::CacheDtype;
 use crate::engine::device::CachePlan;
 use crate::engine::model::spec::{Mixer, ModelSpec};
@@ -40,6 +40,9 @@ pub struct Limits {
 struct Buffers {
     residual: DeviceBuffer,
     normed: DeviceBuffer,
+    /// The same of the rows that go through the whole of the last layer, where those are few.
+    own_residual: DeviceBuffer,
+    own_normed: DeviceBuffer,
     /// Output of the mixer's input product.
     mixed: DeviceBuffer,
     /// q after norm and rotation.
@@ -72,6 +75,14 @@ impl StepView<'_> {
     fn at(&self, offset: usize) -> u64 {
         self.metadata + offset as u64
     }
+}
+
+/// The rows that a part of a step runs on, one after the other: those of the batch, or its last ones (`Batch::narrow`).
+#[derive(Debug, Clone, Copy)]
+struct Live {
+    rows: usize,
+    residual: u64,
+    normed: u64,
 }
 
 /// Called for each piece of unsampled output rows, whose logits are in the buffer: first output row, how many, address.
@@ -195,6 +206,8 @@ impl Forward {
         let buffers = Buffers {
             residual: of(hidden, 4)?,
             normed: gpu.allocate_zeroed((limits.rows.max(limits.outputs) * hidden * 2) as u64)?,
+            own_residual: gpu.allocate_zeroed((limits.outputs * hidden * 4) as u64)?,
+            own_normed: gpu.allocate_zeroed((limits.outputs * hidden * 2) as u64)?,
             mixed: of(mixed_pitch.max(qkv_pitch), 2)?,
             query: of(query, 2)?,
             mixer: of(query.max(value_size), 2)?,
@@ -260,6 +273,13 @@ impl Forward {
         self.chunks.as_ref().map_or_else(Tiles::default, |kernel| kernel.tiles(&batch.chunks))
     }
 
+    /// Leaves the last layer to few rows of `batch` where its mixer is attention: see [`Batch::narrow`].
+    pub fn narrow(&self, batch: &mut Batch) {
+        if self.spec.layers.last() == Some(&Mixer::Attention) {
+            batch.narrow(self.limits.outputs);
+        }
+    }
+
     /// Tokens that the states of `batch`'s short sequences may be behind after it (0: they are written), and those that
     /// there is room for, new ones included.
     pub fn most_pending(&self, batch: &Batch) -> (usize, usize) {
@@ -285,6 +305,7 @@ impl Forward {
         let buffers = &self.buffers;
         let weights = &self.weights;
         let (residual, normed) = (buffers.residual.pointer(), buffers.normed.pointer());
+        let mut live = Live { rows, residual, normed };
         let first_norm = weights.layers.first().map_or(&weights.final_norm, |layer| &layer.input_norm);
         stream.set_role("embed");
         // SAFETY: buffers hold `limits.rows` rows; the rest is the caller's promise, here and in what follows.
@@ -314,7 +335,14 @@ impl Forward {
                     }
                     (MixerWeights::Attention(attention), LayerPool::Attention { keys, values }) => {
                         let cache = LayerCache { keys: keys.pointer(), values: values.pointer() };
-                        self.attention(stream, view, attention, cache)?;
+                        if batch.narrowed && index + 1 == weights.layers.len() {
+                            live = self.last_attention(stream, view, attention, cache)?;
+                            if live.rows == 0 {
+                                return Ok(());
+                            }
+                        } else {
+                            self.attention(stream, view, attention, cache)?;
+                        }
                     }
                     _ => {
                         return Err(Error::failed(
@@ -328,16 +356,17 @@ impl Forward {
                     MixerWeights::Attention(attention) => ("attention_out", &attention.output),
                 };
                 stream.set_role(role);
-                let addend = self.residual_product(stream, buffers.mixer.pointer(), rows, output)?;
+                let addend = self.residual_product(stream, buffers.mixer.pointer(), live, output)?;
                 stream.set_role("norm");
-                self.norms.add(stream, rows, residual, addend, layer.post_norm.pointer(), None, normed)?;
+                let post_norm = layer.post_norm.pointer();
+                self.norms.add(stream, live.rows, live.residual, addend, post_norm, None, live.normed)?;
                 stream.set_role("mlp_in");
                 let activation =
                     Output::SiluMul { to: buffers.activation.pointer(), stride: self.spec.intermediate_size };
-                self.linear.launch(stream, normed, rows, &layer.gate_up, activation)?;
+                self.linear.launch(stream, live.normed, live.rows, &layer.gate_up, activation)?;
                 stream.set_role("mlp_out");
                 let addend =
-                    self.residual_product(stream, buffers.activation.pointer(), rows, &layer.down)?;
+                    self.residual_product(stream, buffers.activation.pointer(), live, &layer.down)?;
                 stream.set_role("norm");
                 match weights.layers.get(index + 1) {
                     Some(next) => {
@@ -351,7 +380,7 @@ impl Forward {
                             normed,
                         )?;
                     }
-                    None => self.outputs(stream, view, addend, on_logits)?,
+                    None => self.outputs(stream, view, live.residual, addend, on_logits)?,
                 }
             }
         }
@@ -360,12 +389,13 @@ impl Forward {
 
     /// # Safety
     /// As [`Self::run`].
-    unsafe fn residual_product(&self, stream: &Stream, x: u64, rows: usize, w: &Matrix) -> Result<Addend> {
+    unsafe fn residual_product(&self, stream: &Stream, x: u64, live: Live, w: &Matrix) -> Result<Addend> {
+        let Live { rows, residual, .. } = live;
         let hidden = self.spec.hidden_size;
         let partials = &self.buffers.partials;
         if self.linear.adds(rows, w) {
-            let output = Output::Residual { to: self.buffers.residual.pointer() };
-            // SAFETY: the residual stream holds `limits.rows` rows; the rest is the caller's promise.
+            let output = Output::Residual { to: residual };
+            // SAFETY: the residual stream holds the live rows; the rest is the caller's promise.
             unsafe { self.linear.launch(stream, x, rows, w, output)? };
             return Ok(Addend { partials: partials.pointer(), parts: 0, stride: 0 });
         }
@@ -379,11 +409,17 @@ impl Forward {
 
     /// # Safety
     /// As [`Self::run`].
-    unsafe fn input_product(&self, stream: &Stream, rows: usize, parts: &Parts, stride: usize) -> Result<()> {
+    unsafe fn input_product(
+        &self,
+        stream: &Stream,
+        (x, rows): (u64, usize),
+        parts: &[(Matrix, usize)],
+        stride: usize,
+    ) -> Result<()> {
         for (matrix, column) in parts {
             let output = Output::Half { to: self.buffers.mixed.at(2 * *column as u64), stride };
             // SAFETY: `mixed` holds `limits.rows` rows of at least `stride`.
-            unsafe { self.linear.launch(stream, self.buffers.normed.pointer(), rows, matrix, output)? };
+            unsafe { self.linear.launch(stream, x, rows, matrix, output)? };
         }
         Ok(())
     }
@@ -411,7 +447,8 @@ impl Forward {
                 delta.settle(stream, pools, (from, batch.sequences.len() - first))?;
             }
             stream.set_role("delta_in");
-            self.input_product(stream, batch.rows.len(), &weights.input, self.mixed_pitch)?;
+            let x = (buffers.normed.pointer(), batch.rows.len());
+            self.input_product(stream, x, &weights.input, self.mixed_pitch)?;
             stream.set_role("delta_net");
             let Some(chunks) = &self.delta_chunks else {
                 let group = (sequences, batch.sequences.len());
@@ -462,10 +499,10 @@ impl Forward {
         // SAFETY: as `run`; chunk rows begin after the short ones.
         unsafe {
             stream.set_role("attention_in");
-            self.input_product(stream, rows, &weights.input, self.qkv_pitch)?;
+            self.input_product(stream, (buffers.normed.pointer(), rows), &weights.input, self.qkv_pitch)?;
             stream.set_role("attention");
             let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
-            attention.prepare(stream, rows, qkv, norms, query, cache, step)?;
+            attention.prepare(stream, rows, Part::All, qkv, norms, query, cache, step)?;
             if by_rows > 0 {
                 let recent = if by_rows < rows {
                     batch.longest_short
@@ -511,6 +548,58 @@ impl Forward {
         }
     }
 
+    /// Attention of the last layer for a narrowed batch: K and V of all rows go into the cache; only the rows that outputs
+    /// are made of, which are returned, have a query, and go on. Each of them runs on its own, as a decode token does.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    unsafe fn last_attention(
+        &self,
+        stream: &Stream,
+        view: &StepView,
+        weights: &AttentionWeights,
+        cache: LayerCache,
+    ) -> Result<Live> {
+        let Some(attention) = &self.rows else {
+            return Err(Error::failed("attention without its kernels", ""));
+        };
+        let (batch, buffers) = (view.batch, &self.buffers);
+        let (rows, count) = (batch.rows.len(), batch.last.len());
+        let live = Live {
+            rows: count,
+            residual: buffers.own_residual.pointer(),
+            normed: buffers.own_normed.pointer(),
+        };
+        let (residual, normed) = (buffers.residual.pointer(), buffers.normed.pointer());
+        let (qkv, query, out) = (buffers.mixed.pointer(), buffers.query.pointer(), buffers.mixer.pointer());
+        let (table, header) = (view.at(view.offsets.table), view.at(view.offsets.header));
+        let all = StepRows { rows: view.at(view.offsets.rows), table, header };
+        let own = StepRows { rows: view.at(view.offsets.last_rows), table, header };
+        let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
+        let (of_queries, of_keys) = weights.input.split_at(weights.query_parts);
+        // Queries, of `count` rows, and K and V, of all, are different columns of the same buffer.
+        // SAFETY: as `run`; `last` names rows of the batch, at most `limits.outputs`.
+        unsafe {
+            stream.set_role("attention_in");
+            self.input_product(stream, (normed, rows), of_keys, self.qkv_pitch)?;
+            stream.set_role("attention");
+            attention.prepare(stream, rows, Part::KeysAndValues, qkv, norms, query, cache, all)?;
+            if count == 0 {
+                return Ok(live);
+            }
+            stream.set_role("norm");
+            let last = view.at(view.offsets.last);
+            self.norms.gather(stream, count, (residual, normed), last, (live.residual, live.normed))?;
+            stream.set_role("attention_in");
+            self.input_product(stream, (live.normed, count), of_queries, self.qkv_pitch)?;
+            stream.set_role("attention");
+            attention.prepare(stream, count, Part::Queries, qkv, norms, query, cache, own)?;
+            let recent = batch.longest_short.max(batch.longest_chunk);
+            attention.attend(stream, count, batch.last_context, recent, query, qkv, cache, out, own)?;
+        }
+        Ok(live)
+    }
+
     /// The last sum and norm for the rows that are wanted, the head, and what is made of its logits.
     ///
     /// # Safety
@@ -519,6 +608,7 @@ impl Forward {
         &self,
         stream: &Stream,
         view: &StepView,
+        residual: u64,
         addend: Addend,
         on_logits: &mut OnLogits,
     ) -> Result<()> {
@@ -542,7 +632,7 @@ impl Forward {
             unsafe {
                 let by_keys = !batch.draws && self.linear.finds_best(sampled, self.weights.head());
                 let output = if by_keys { self.samplers.best(logits.vocab) } else { to_logits };
-                self.head(stream, view, addend, 0, sampled, output)?;
+                self.head(stream, view, (residual, addend), 0, sampled, output)?;
                 stream.set_role("sample");
                 if by_keys {
                     self.samplers.greedy_from_keys(stream, sampled, sink)?;
@@ -560,7 +650,7 @@ impl Forward {
             while first < end {
                 let count = (end - first).min(self.limits.outputs);
                 // SAFETY: as `run`, with room for `limits.outputs` rows.
-                unsafe { self.head(stream, view, addend, first, count, to_logits)? };
+                unsafe { self.head(stream, view, (residual, addend), first, count, to_logits)? };
                 stream.set_role("sample");
                 on_logits(stream, first, count, buffers.logits.pointer())?;
                 first += count;
@@ -577,7 +667,7 @@ impl Forward {
         &self,
         stream: &Stream,
         view: &StepView,
-        addend: Addend,
+        (residual, addend): (u64, Addend),
         first: usize,
         count: usize,
         output: Output,
@@ -591,7 +681,7 @@ impl Forward {
             self.norms.add(
                 stream,
                 count,
-                buffers.residual.pointer(),
+                residual,
                 addend,
                 weights.final_norm.pointer(),
                 Some(select),

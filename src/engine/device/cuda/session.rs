@@ -206,6 +206,7 @@ impl Session for CudaSession {
         let ticket = self.next_ticket;
         let turn = ticket as usize % RING;
         let mut batch = self.layout(step)?;
+        self.forward.narrow(&mut batch);
         let draws = batch.draws;
         let graph = if self.use_graphs && !by_events && batch.is_plain_decode() {
             let size = graph_size(batch.rows.len(), self.max_num_seqs);

@@ -70,6 +70,9 @@ pub struct DeltaWeights {
 /// Output columns: q (with gate), k, v.
 pub struct AttentionWeights {
     pub input: Parts,
+    /// The first parts of the last layer's input, which are q alone, since most rows of a prompt need only k and v there. 0 in
+    /// other layers.
+    pub query_parts: usize,
     pub q_norm: Option<DeviceBuffer>,
     pub k_norm: Option<DeviceBuffer>,
     pub output: Matrix,
@@ -119,7 +122,7 @@ impl Loader<'_> {
         let layer = Some(index);
         let mixer = match (mixer, &spec.delta_net) {
             (Mixer::DeltaNet, Some(delta)) => MixerWeights::Delta(Box::new(DeltaWeights {
-                input: self.fused(layer, &[Role::InQkv, Role::InZ, Role::InB, Role::InA], None)?,
+                input: self.fused(layer, &[Role::InQkv, Role::InZ, Role::InB, Role::InA], None, 0)?,
                 taps: self.taps(&name("linear_attn.conv1d.weight"), delta)?,
                 a_log: self.vector(&name("linear_attn.A_log"), delta.value_heads)?,
                 dt_bias: self.vector(&name("linear_attn.dt_bias"), delta.value_heads)?,
@@ -134,8 +137,19 @@ impl Loader<'_> {
                     norms.0 = Some(self.norm(&name("self_attn.q_norm.weight"), attention.head_dim)?);
                     norms.1 = Some(self.norm(&name("self_attn.k_norm.weight"), attention.head_dim)?);
                 }
+                let bias = bias.as_deref();
+                let (input, query_parts) = if index + 1 == spec.layers.len() {
+                    let mut input = self.fused(layer, &[Role::Q], bias, 0)?;
+                    let query_parts = input.len();
+                    let columns = input.iter().map(|(matrix, _)| matrix.rows).sum();
+                    input.extend(self.fused(layer, &[Role::K, Role::V], bias, columns)?);
+                    (input, query_parts)
+                } else {
+                    (self.fused(layer, &[Role::Q, Role::K, Role::V], bias, 0)?, 0)
+                };
                 MixerWeights::Attention(Box::new(AttentionWeights {
-                    input: self.fused(layer, &[Role::Q, Role::K, Role::V], bias.as_deref())?,
+                    input,
+                    query_parts,
                     q_norm: norms.0,
                     k_norm: norms.1,
                     output: self.module(layer, Role::O)?,
@@ -151,11 +165,18 @@ impl Loader<'_> {
         })
     }
 
-    /// Modules side by side: runs of one format become one matrix. `bias` covers all output columns.
-    fn fused(&mut self, layer: Option<usize>, roles: &[Role], bias: Option<&[f32]>) -> Result<Parts> {
+    /// Modules side by side, from output column `column` on: runs of one format become one matrix. `bias` covers all output
+    /// columns.
+    fn fused(
+        &mut self,
+        layer: Option<usize>,
+        roles: &[Role],
+        bias: Option<&[f32]>,
+        mut column: usize,
+    ) -> Result<Parts> {
         let modules = roles.iter().map(|&role| self.find(layer, role)).collect::<Result<Vec<_>>>()?;
         let mut parts = Parts::new();
-        let (mut begin, mut column) = (0, 0);
+        let mut begin = 0;
         while begin < modules.len() {
             // Every 16-bit format becomes fp16.
             let kind =

@@ -39,6 +39,14 @@ pub struct StepRows {
     pub header: u64,
 }
 
+/// Which part of qkv's rows [`RowAttention::prepare`] works on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    All,
+    Queries,
+    KeysAndValues,
+}
+
 pub struct RowAttention {
     prepare: Kernel,
     attend: Kernel,
@@ -111,7 +119,7 @@ impl RowAttention {
         (blocks * self.block_tokens * self.shape.kv_heads * self.shape.head_dim) as u64 * 2
     }
 
-    /// Norms and rotates q into `q` fp16 [rows, heads * head_dim], and k into the cache with v.
+    /// Norms and rotates q into `q` fp16 [rows, heads * head_dim], and k into the cache with v, or one `part` of that.
     ///
     /// # Safety
     /// Pointers are valid for `rows` rows, and every row's block is inside the cache.
@@ -120,6 +128,7 @@ impl RowAttention {
         &self,
         stream: &Stream,
         rows: usize,
+        part: Part,
         qkv: u64,
         (q_norm, k_norm): (Option<&DeviceBuffer>, Option<&DeviceBuffer>),
         q: u64,
@@ -127,7 +136,12 @@ impl RowAttention {
         step: StepRows,
     ) -> Result<()> {
         let shape = &self.shape;
-        let units = shape.heads + 2 * shape.kv_heads;
+        let all = shape.heads + 2 * shape.kv_heads;
+        let units = match part {
+            Part::All => 0..all,
+            Part::Queries => 0..shape.heads,
+            Part::KeysAndValues => shape.heads..all,
+        };
         let (rotation, heads) = (self.rotation(), self.heads());
         let address = |norm: Option<&DeviceBuffer>| norm.map_or(0, DeviceBuffer::pointer);
         let args = [
@@ -143,10 +157,12 @@ impl RowAttention {
             step.header.into(),
             Arg::Struct(bytes_of(&heads)),
             Arg::Struct(bytes_of(&rotation)),
+            (units.start as i32).into(),
+            (units.end as i32).into(),
         ];
-        let bytes = (rows * units * shape.head_dim * 4) as u64;
+        let bytes = (rows * units.len() * shape.head_dim * 4) as u64;
         let launch =
-            Launch::grid([rows as u32, units.div_ceil(4) as u32, 1], 128).overlapping().cost(bytes, 0);
+            Launch::grid([rows as u32, units.len().div_ceil(4) as u32, 1], 128).overlapping().cost(bytes, 0);
         // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
         unsafe { stream.launch(&self.prepare, launch, &args) }
     }

@@ -14,6 +14,7 @@ const MANY_ROWS: usize = 1024;
 pub struct Norms {
     embed: Kernel,
     add: Kernel,
+    gather: Kernel,
     /// For many rows; none for wider ones than a warp holds.
     rows: Option<Kernel>,
     hidden: usize,
@@ -47,6 +48,7 @@ impl Norms {
         Ok(Self {
             embed: gpu.kernel(&units::NORM, "embed_norm")?,
             add: gpu.kernel(&units::NORM, "add_norm")?,
+            gather: gpu.kernel(&units::NORM, "gather_rows")?,
             rows: match hidden {
                 0..=2560 => Some(gpu.kernel(&units::NORM, "norm_rows_2560")?),
                 2561..=4096 => Some(gpu.kernel(&units::NORM, "norm_rows_4096")?),
@@ -139,5 +141,31 @@ impl Norms {
         ];
         // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
         unsafe { stream.launch(&self.add, launch, &args) }
+    }
+
+    /// Rows `select` (device address of u32 [rows]) of a residual stream and its norms, `from`, one after the other in `to`.
+    ///
+    /// # Safety
+    /// Pointers are valid for the rows named; `from` and `to` do not overlap.
+    pub unsafe fn gather(
+        &self,
+        stream: &Stream,
+        rows: usize,
+        from: (u64, u64),
+        select: u64,
+        to: (u64, u64),
+    ) -> Result<()> {
+        let bytes = (rows * self.hidden * 2 * (4 + 2)) as u64;
+        let launch = Launch::new(rows as u32, self.threads).overlapping().cost(bytes, 0);
+        let args = [
+            from.0.into(),
+            from.1.into(),
+            select.into(),
+            to.0.into(),
+            to.1.into(),
+            (self.hidden as i32 / 4).into(),
+        ];
+        // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
+        unsafe { stream.launch(&self.gather, launch, &args) }
     }
 }
