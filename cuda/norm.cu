@@ -114,27 +114,36 @@ KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, c
     finish_row(x, w, normed + (u64)blockIdx.x * hidden, vectors, eps, scratch);
 }
 
-// normed = norm of the residual stream, for many rows with nothing left to add. A warp a row, all of the row in registers:
-// more is in flight than with a block a row and its barrier (8,192 rows of 2,560: 35 us instead of 52, 32 at the copy roof).
-template <int VECTORS>
-DEVICE void norm_row(const float *residual, const float4 *weight, f16 *normed, int rows, int hidden, float eps) {
-    int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31, vectors = hidden / 4;
+// normed = norm of the residual stream, for many rows with nothing left to add. A block of WARPS warps a row, VECTORS float4 a
+// lane: all of a row is asked for at once, and enough blocks fit that some read while others write (8,192 rows of 4,096:
+// 53 us, 52 at the copy roof; a warp a row took 100).
+template <int WARPS, int VECTORS>
+DEVICE void norm_row(const float *residual, const float4 *weight, f16 *normed, int hidden, float eps) {
+    __shared__ float sums[WARPS];
+    int vectors = hidden / 4;
     let_next_kernel_start();
     wait_for_previous_kernel();
-    if (row >= rows) return;
-    const float4 *in = (const float4 *)(residual + (u64)row * hidden);
-    uint2 *out = (uint2 *)(normed + (u64)row * hidden);
+    const float4 *in = (const float4 *)(residual + (u64)blockIdx.x * hidden);
+    uint2 *out = (uint2 *)(normed + (u64)blockIdx.x * hidden);
     float4 x[VECTORS];
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++)
-        x[i] = lane + 32 * i < vectors ? in[lane + 32 * i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < VECTORS; i++) {
+        int at = threadIdx.x + 32 * WARPS * i;
+        x[i] = at < vectors ? in[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
-    float scale = rsqrtf(warp_sum(sum) / (float)hidden + eps);
+    sum = warp_sum(sum);
+    if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += sums[i];
+    float scale = rsqrtf(sum / (float)hidden + eps);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-        int at = lane + 32 * i;
+        int at = threadIdx.x + 32 * WARPS * i;
         if (at >= vectors) continue;
         float4 w = weight[at];
         out[at] = make_uint2(pack_half2(x[i].x * scale * w.x, x[i].y * scale * w.y),
@@ -142,9 +151,9 @@ DEVICE void norm_row(const float *residual, const float4 *weight, f16 *normed, i
     }
 }
 
-#define NORM_ROW const float *residual, const float4 *weight, f16 *normed, int rows, int hidden, float eps
-KERNEL __launch_bounds__(256) norm_rows_2560(NORM_ROW) { norm_row<20>(residual, weight, normed, rows, hidden, eps); }
-KERNEL __launch_bounds__(256) norm_rows_4096(NORM_ROW) { norm_row<32>(residual, weight, normed, rows, hidden, eps); }
+#define NORM_ROW const float *residual, const float4 *weight, f16 *normed, int hidden, float eps
+KERNEL __launch_bounds__(128) norm_rows_2560(NORM_ROW) { norm_row<4, 5>(residual, weight, normed, hidden, eps); }
+KERNEL __launch_bounds__(256) norm_rows_4096(NORM_ROW) { norm_row<8, 4>(residual, weight, normed, hidden, eps); }
 
 // Row i of `own_residual` and `own_normed` is row select[i] of the others: the few rows that the end of the last layer runs on.
 KERNEL gather_rows(const float4 *residual, const uint2 *normed, const u32 *select, float4 *own_residual, uint2 *own_normed,

@@ -7,7 +7,7 @@ use crate::{Error, Result};
 
 /// Widest row: 1,024 threads with two vectors of four.
 const MAX_HIDDEN: usize = 8192;
-/// Rows from which a warp a row is faster than a block a row, where nothing is added.
+/// Rows from which a kernel of its own is faster, where nothing is added.
 const MANY_ROWS: usize = 1024;
 
 #[derive(Debug, Clone, Copy)]
@@ -15,8 +15,8 @@ pub struct Norms {
     embed: Kernel,
     add: Kernel,
     gather: Kernel,
-    /// For many rows; none for wider ones than a warp holds.
-    rows: Option<Kernel>,
+    /// For many rows, and its threads; none for wider rows than a block of it holds.
+    rows: Option<(Kernel, u32)>,
     hidden: usize,
     eps: f32,
     threads: u32,
@@ -50,8 +50,8 @@ impl Norms {
             add: gpu.kernel(&units::NORM, "add_norm")?,
             gather: gpu.kernel(&units::NORM, "gather_rows")?,
             rows: match hidden {
-                0..=2560 => Some(gpu.kernel(&units::NORM, "norm_rows_2560")?),
-                2561..=4096 => Some(gpu.kernel(&units::NORM, "norm_rows_4096")?),
+                0..=2560 => Some((gpu.kernel(&units::NORM, "norm_rows_2560")?, 128)),
+                2561..=4096 => Some((gpu.kernel(&units::NORM, "norm_rows_4096")?, 256)),
                 _ => None,
             },
             hidden,
@@ -108,18 +108,12 @@ impl Norms {
         select: Option<u64>,
         normed: u64,
     ) -> Result<()> {
-        if let Some(kernel) = self.rows.filter(|_| addend.parts == 0 && select.is_none() && rows >= MANY_ROWS)
-        {
+        let many = addend.parts == 0 && select.is_none() && rows >= MANY_ROWS;
+        if let Some((kernel, threads)) = self.rows.filter(|_| many) {
             let cost = (rows * self.hidden * 6) as u64;
-            let launch = Launch::new(rows.div_ceil(8) as u32, 256).overlapping().cost(cost, 0);
-            let args = [
-                residual.into(),
-                weight.into(),
-                normed.into(),
-                (rows as u32).into(),
-                (self.hidden as u32).into(),
-                self.eps.into(),
-            ];
+            let launch = Launch::new(rows as u32, threads).overlapping().cost(cost, 0);
+            let args =
+                [residual.into(), weight.into(), normed.into(), (self.hidden as u32).into(), self.eps.into()];
             // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
             return unsafe { stream.launch(&kernel, launch, &args) };
         }
