@@ -40,9 +40,11 @@ DEVICE u32 source_row(const Packed &s, u32 row) {
 
 DEVICE u32 source_q(const Packed &s, u32 row, u32 column) {
     if (s.source == FROM_AWQ) return s.words[(u64)column * (s.n / 8) + row / 8] >> awq_shift(row) & 15;
-    u64 at = (u64)row * (s.k / 8) + column / 8;
-    u32 word = s.source == FROM_SYNTHETIC ? noise((u32)at, s.word_keys) : s.words[at];
-    return word >> 4 * (column & 7) & 15;
+    if (s.source == FROM_SYNTHETIC) {
+        u32 drawn = noise(row * s.k + column, s.word_keys);
+        return (drawn >> 29) + (drawn >> 26 & 7) + (drawn >> 25 & 1);
+    }
+    return s.words[(u64)row * (s.k / 8) + column / 8] >> 4 * (column & 7) & 15;
 }
 
 DEVICE u32 source_z(const Packed &s, u32 row, u32 group) {

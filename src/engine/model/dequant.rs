@@ -111,7 +111,7 @@ fn synthetic_rows(
             for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
                 for (col, out) in out.iter_mut().enumerate() {
                     let element = row * cols + col;
-                    let q = synthetic::int4_word(seed, element as u64 / 8) >> (4 * (element % 8)) & 15;
+                    let q = synthetic::int4_value(seed, element as u64);
                     let z = match zero_points {
                         true => synthetic::int4_zero_point(seed, (row * groups + col / group) as u64),
                         false => 8,

@@ -393,8 +393,7 @@ impl Int4Source<'_> {
                 word(packed, row * (self.cols / 8) + col / 8) >> (4 * (col % 8)) & 15
             }
             MatrixData::Synthetic { seed, .. } => {
-                let index = ((row * self.cols + col) / 8) as u64;
-                crate::engine::model::synthetic::int4_word(seed, index) >> (4 * (col % 8)) & 15
+                crate::engine::model::synthetic::int4_value(seed, (row * self.cols + col) as u64)
             }
             MatrixData::Dense { .. } => 0,
         }
