@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cpu_rig::{Golden, Options, Part, Rig, SLOTS, fixture};
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout, LastLayer};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::{
@@ -44,7 +44,7 @@ fn device(test: &str) -> Option<(CudaDevice, MutexGuard<'static, ()>)> {
 }
 
 fn options() -> Options {
-    Options { kv_dtype: CacheDtype::F16, max_drafts: 0, ..Options::default() }
+    Options { kv_dtype: CacheDtype::F16, max_drafts: 0, last_layer: LastLayer::Outputs, ..Options::default() }
 }
 
 fn load(device: &mut CudaDevice, layout: &ModelLayout, source: &WeightSource) -> Box<dyn Model> {
@@ -367,6 +367,7 @@ fn a_gpu_that_is_full_is_an_error() {
         kv_dtype: CacheDtype::F16,
         state_dtype: CacheDtype::F32,
         state_write_interval: 1,
+        last_layer: LastLayer::Outputs,
         max_model_len: 256,
         max_num_seqs: SLOTS,
         max_num_batched_tokens: 256,

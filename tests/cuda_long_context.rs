@@ -4,7 +4,7 @@
 mod skip;
 
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout, LastLayer};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::{CachePlan, Device, Input, LoadOptions, SequenceStep, Session, Step, Want};
@@ -54,6 +54,7 @@ fn open(device: &mut dyn Device, kv_dtype: CacheDtype, cuda_kernels: CudaKernels
         kv_dtype,
         state_dtype: CacheDtype::F32,
         state_write_interval: 1,
+        last_layer: LastLayer::Outputs,
         max_model_len: CONTEXT + DECODED,
         max_num_seqs: 1,
         max_num_batched_tokens: CHUNK,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use inferwall::engine::config::{CacheDtype, KvLayout};
+use inferwall::engine::config::{CacheDtype, KvLayout, LastLayer};
 use inferwall::engine::device::{CachePlan, Input, KernelRecord, SequenceStep, Session, Step, Want};
 use inferwall::engine::model::spec::ModelSpec;
 use inferwall::engine::request::{RequestId, SamplingParams};
@@ -24,6 +24,7 @@ pub fn plan(spec: &ModelSpec) -> CachePlan {
         kv_dtype: CacheDtype::F32,
         state_dtype: CacheDtype::F32,
         state_write_interval: 1,
+        last_layer: LastLayer::All,
         max_model_len: MAX_LEN,
         max_num_seqs: SLOTS,
         max_num_batched_tokens: 2048,

@@ -10,10 +10,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::config::CacheDtype;
+use super::config::{CacheDtype, LastLayer};
 use super::device::CachePlan;
 use super::model::layout::ModelLayout;
-use super::model::spec::ModelSpec;
+use super::model::spec::{ModelSpec, Role};
 
 /// Compulsory bytes of a step by class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,8 +109,9 @@ pub struct StepCounts {
     pub prefill_sequences: u64,
     pub decode_tokens: u64,
     pub prefill_tokens: u64,
-    /// Rows that go through the head.
+    /// Rows that go through the head, and those of them that end a prompt.
     pub rows: u64,
+    pub prefill_rows: u64,
     /// Times a sequence's state crosses the memory bus: a read and a write, or the write alone where a sequence starts.
     pub state_moves: u64,
     /// Tokens in the caches of all sequences before the step.
@@ -118,6 +119,8 @@ pub struct StepCounts {
     /// (query, key) pairs of attention.
     pub decode_pairs: u64,
     pub prefill_pairs: u64,
+    /// Those of `prefill_rows` among the latter.
+    pub prefill_row_pairs: u64,
 }
 
 impl StepCounts {
@@ -135,6 +138,10 @@ impl StepCounts {
                 counts.prefill_sequences += 1;
                 counts.prefill_tokens += new;
                 counts.prefill_pairs += pairs;
+                // The last rows see most: `context + new`, one less, and so on.
+                let rows = new.min(shape.sampled_rows as u64);
+                counts.prefill_rows += rows;
+                counts.prefill_row_pairs += rows * (context + new) - rows * rows.saturating_sub(1) / 2;
             }
             counts.rows += shape.sampled_rows as u64;
             // A sequence's first chunk starts from zero: nothing to read.
@@ -155,6 +162,10 @@ pub struct CostModel {
     /// Products of one token through all layers, and of one row through the head.
     pub layer_flops_per_token: u64,
     pub head_flops_per_row: u64,
+    /// What a prompt token without an output leaves out of the former where the last layer runs on rows with one: the layer's
+    /// products but those of K and V. And of each (query, key) pair. Else 0.
+    pub skipped_flops_per_token: u64,
+    pub skipped_flops_per_pair: u64,
     /// Recurrent states and windows of one sequence over all layers, one way.
     pub state_bytes_per_sequence: u64,
     /// What a decode step moves less than a read and a write of those, where the state is written every few tokens only.
@@ -214,6 +225,15 @@ impl CostModel {
         let mut model = Self::with_dtypes(layout, plan.kv_dtype, plan.state_dtype);
         model.deferred_bytes_per_decode =
             deferred_bytes(&layout.spec, plan.state_dtype, plan.state_write_interval as u64);
+        if plan.last_layer == LastLayer::Outputs {
+            let spec = &layout.spec;
+            let last = layout.linears.iter().filter(|(linear, _)| {
+                linear.layer == Some(spec.layers.len() - 1) && !matches!(linear.role, Role::K | Role::V)
+            });
+            model.skipped_flops_per_token =
+                last.map(|(linear, _)| 2 * linear.rows as u64 * linear.cols as u64).sum();
+            model.skipped_flops_per_pair = model.attention_flops_per_pair / spec.attention_layers() as u64;
+        }
         model
     }
 
@@ -244,6 +264,8 @@ impl CostModel {
             head_weight_bytes,
             layer_flops_per_token: 2 * layer_elements,
             head_flops_per_row: 2 * spec.vocab_size as u64 * hidden,
+            skipped_flops_per_token: 0,
+            skipped_flops_per_pair: 0,
             state_bytes_per_sequence: state_bytes_per_sequence(spec, state_dtype, kv_dtype),
             deferred_bytes_per_decode: 0,
             recurrent_flops_per_token: recurrent,
@@ -262,6 +284,17 @@ impl CostModel {
         2 * self.state_bytes_per_sequence - self.deferred_bytes_per_decode
     }
 
+    /// Products of a prompt token that no output is made of.
+    pub fn prefill_flops_per_token(&self) -> u64 {
+        self.layer_flops_per_token - self.skipped_flops_per_token
+    }
+
+    /// Scores and weighted values of the prompts of a step.
+    pub fn prefill_attention_flops(&self, counts: &StepCounts) -> u64 {
+        counts.prefill_pairs * self.attention_flops_per_pair
+            - (counts.prefill_pairs - counts.prefill_row_pairs) * self.skipped_flops_per_pair
+    }
+
     /// What a step of these sequences moves and computes. Nothing at all for an empty step.
     pub fn phases(&self, shapes: &[SequenceShape]) -> StepPhases {
         self.phases_of(&StepCounts::new(shapes))
@@ -276,7 +309,8 @@ impl CostModel {
         StepPhases {
             weights: Phase {
                 bytes: self.layer_weight_bytes + head_bytes,
-                flops: tokens * self.layer_flops_per_token + counts.rows * self.head_flops_per_row,
+                flops: tokens * self.layer_flops_per_token + counts.rows * self.head_flops_per_row
+                    - (counts.prefill_tokens - counts.prefill_rows) * self.skipped_flops_per_token,
             },
             state: Phase {
                 bytes: counts.state_moves * self.state_bytes_per_sequence
@@ -286,7 +320,8 @@ impl CostModel {
             },
             attention: Phase {
                 bytes: (counts.context_tokens + tokens) * self.kv_bytes_per_token,
-                flops: (counts.decode_pairs + counts.prefill_pairs) * self.attention_flops_per_pair,
+                flops: counts.decode_pairs * self.attention_flops_per_pair
+                    + self.prefill_attention_flops(counts),
             },
             activation_bytes: tokens * self.activation_bytes_per_token,
         }
@@ -387,22 +422,50 @@ mod tests {
         }
     }
 
-    #[test]
-    fn states_written_every_eighth_token_move_three_fifths() {
-        let model = layout(false, |_, _| false);
-        let plan = |interval| CachePlan {
+    fn plan(state_write_interval: usize, last_layer: LastLayer) -> CachePlan {
+        CachePlan {
             layout: crate::engine::config::KvLayout::Split,
             block_tokens: 16,
             kv_blocks: 1,
             state_slots: 1,
             kv_dtype: CacheDtype::F16,
             state_dtype: CacheDtype::F32,
-            state_write_interval: interval,
+            state_write_interval,
+            last_layer,
             max_model_len: 1,
             max_num_seqs: 1,
             max_num_batched_tokens: 1,
             max_drafts: 0,
+        }
+    }
+
+    #[test]
+    fn a_prompt_leaves_out_the_last_layer_but_its_k_and_v() {
+        let model = layout(false, |_, _| false);
+        let (all, outputs) = (
+            CostModel::new(&model, &plan(1, LastLayer::All)),
+            CostModel::new(&model, &plan(1, LastLayer::Outputs)),
+        );
+        // q with its gate, o, and the MLP's three.
+        let skipped = 2 * 2560 * (8192 + 4096 + 3 * 9216);
+        let chunk = |new, context, rows| {
+            [SequenceShape { new_tokens: new, context_tokens: context, sampled_rows: rows, decode: false }]
         };
+        let less = |shapes: &[SequenceShape]| {
+            let (all, outputs) = (all.phases(shapes), outputs.phases(shapes));
+            (all.weights.flops - outputs.weights.flops, all.attention.flops - outputs.attention.flops)
+        };
+        let pair = 4 * 16 * 256;
+        assert_eq!(less(&chunk(100, 50, 1)), (99 * skipped, (100 * 50 + 5050 - 150) * pair));
+        assert_eq!(less(&chunk(100, 50, 2)), (98 * skipped, (100 * 50 + 5050 - 150 - 149) * pair));
+        assert_eq!(less(&chunk(100, 0, 0)), (100 * skipped, 5050 * pair));
+        assert_eq!(less(&decode(3, 500)), (0, 0));
+    }
+
+    #[test]
+    fn states_written_every_eighth_token_move_three_fifths() {
+        let model = layout(false, |_, _| false);
+        let plan = |interval| plan(interval, LastLayer::All);
         // 24 layers of 32 heads: 64 KB of state each, and 1,040 bytes a token that the state is behind.
         let heads = 24 * 32;
         assert_eq!(pending_token_bytes(&model.spec), heads * 1040);

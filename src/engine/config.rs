@@ -64,6 +64,17 @@ pub enum CudaKernels {
     Portable,
 }
 
+/// Which rows of a step go through the whole of the last layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LastLayer {
+    /// The device's choice.
+    Auto,
+    All,
+    /// Those that an output is made of. Of the others, most of a prompt, only K and V are made: nothing else is read again.
+    Outputs,
+}
+
 /// The resolved settings of one engine session. Fields are the knobs; `None` means derived from memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -86,6 +97,7 @@ pub struct EngineConfig {
     /// Decoded tokens from one write of a recurrent state to the next, 1 to 8; the tokens between are kept as rank-1
     /// terms. `None`: the device's choice (1 where it writes with every token).
     pub state_write_interval: Option<usize>,
+    pub last_layer: LastLayer,
     /// Recurrent-state slots (`split`). `None`: from `max_num_seqs` and memory.
     pub state_slots: Option<usize>,
     /// Share of device memory the engine may use, 0 to 1.
@@ -127,6 +139,7 @@ impl Default for EngineConfig {
             kv_dtype: CacheDtype::Auto,
             state_dtype: CacheDtype::Auto,
             state_write_interval: None,
+            last_layer: LastLayer::Auto,
             state_slots: None,
             gpu_memory_utilization: 0.9,
             gpu_memory: None,

@@ -77,6 +77,11 @@ pub static KNOBS: &[Knob] = &[
         Kind::AutoInteger { min: 1, max: 8 },
         "decoded tokens from one write of a recurrent state to the next",
     ),
+    engine(
+        "last_layer",
+        Kind::Choice(&["auto", "all", "outputs"]),
+        "rows that go through the whole last layer: all, or those that an output is made of",
+    ),
     engine("state_slots", AUTO_COUNT, "recurrent-state slots (split layout); auto: from memory"),
     engine(
         "gpu_memory_utilization",

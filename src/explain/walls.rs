@@ -92,7 +92,7 @@ pub fn of(
     if ceilings.read_bytes_per_s > 0.0 && ceilings.flops_per_s > 0.0 {
         let stream_s = weights / ceilings.read_bytes_per_s;
         let decode_s = (costs.layer_flops_per_token + costs.head_flops_per_row) as f64 / ceilings.flops_per_s;
-        let prefill_s = costs.layer_flops_per_token as f64 / ceilings.flops_per_s;
+        let prefill_s = costs.prefill_flops_per_token() as f64 / ceilings.flops_per_s;
         walls.push(Wall {
             resource: "compute",
             at: stream_s / prefill_s,
@@ -149,7 +149,7 @@ pub fn of(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::config::CacheDtype;
+    use crate::engine::config::{CacheDtype, LastLayer};
     use crate::engine::model::presets::synthetic_layout;
 
     #[test]
@@ -163,6 +163,7 @@ mod tests {
             kv_dtype: CacheDtype::F16,
             state_dtype: CacheDtype::F32,
             state_write_interval: 1,
+            last_layer: LastLayer::All,
             max_model_len: 2048,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,

@@ -48,6 +48,7 @@ fn combinations_that_cannot_be() {
 fn knobs_of_another_device_are_refused_before_anything_is_loaded() {
     run_fails("--set cuda_kernels=portable", "cuda_kernels = portable", "--device cuda");
     let env = TestEnv::new();
+    run_fails("--set last_layer=outputs", "last_layer = outputs", "auto");
     let run = "run part3-batching-cliff --device cpu --set state_write_interval=8";
     env.run(run).fails(2, "state_write_interval = 8", "auto");
     assert!(!env.path().join("results").exists(), "nothing was begun");

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use inferwall::engine::clock::Clock;
-use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
+use inferwall::engine::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout, LastLayer};
 use inferwall::engine::device::cpu::CpuDevice;
 use inferwall::engine::device::{
     CachePlan, Device, Input, LoadOptions, Model, SequenceStep, Session, Step, StepOutput, Want,
@@ -35,6 +35,8 @@ pub struct Options {
     pub kv_dtype: CacheDtype,
     pub state_dtype: CacheDtype,
     pub state_write_interval: usize,
+    /// Of a device that has it.
+    pub last_layer: LastLayer,
     pub max_drafts: usize,
     pub cuda_kernels: CudaKernels,
 }
@@ -48,6 +50,7 @@ impl Default for Options {
             kv_dtype: CacheDtype::F32,
             state_dtype: CacheDtype::F32,
             state_write_interval: 1,
+            last_layer: LastLayer::All,
             max_drafts: 6,
             cuda_kernels: CudaKernels::Auto,
         }
@@ -93,6 +96,7 @@ impl Rig {
             kv_dtype: options.kv_dtype,
             state_dtype: options.state_dtype,
             state_write_interval: options.state_write_interval,
+            last_layer: options.last_layer,
             max_model_len: 256,
             max_num_seqs: SLOTS,
             max_num_batched_tokens: 1024,

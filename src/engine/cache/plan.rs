@@ -7,7 +7,7 @@
 
 use super::shape::CacheShape;
 use crate::engine::account::pending_token_bytes;
-use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, Speculation};
+use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, LastLayer, Speculation};
 use crate::engine::device::CachePlan;
 use crate::engine::model::layout::ModelLayout;
 use crate::{Error, Result};
@@ -126,6 +126,10 @@ impl<'a> Planner<'a> {
             kv_dtype: self.kv_dtype,
             state_dtype: self.state_dtype,
             state_write_interval: self.config.state_write_interval.unwrap_or(1),
+            last_layer: match self.config.last_layer {
+                LastLayer::Auto => LastLayer::All,
+                chosen => chosen,
+            },
             max_model_len: self.config.max_model_len,
             max_num_seqs: self.config.max_num_seqs,
             max_num_batched_tokens: self.config.max_num_batched_tokens,

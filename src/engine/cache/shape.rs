@@ -119,7 +119,7 @@ impl UnifiedFigures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::config::{EngineConfig, KvLayout, Speculation};
+    use crate::engine::config::{EngineConfig, KvLayout, LastLayer, Speculation};
     use crate::engine::device::CachePlan;
     use crate::engine::model::synthetic_layout;
 
@@ -138,6 +138,7 @@ mod tests {
             kv_dtype: CacheDtype::F16,
             state_dtype: CacheDtype::F32,
             state_write_interval: 1,
+            last_layer: LastLayer::All,
             max_model_len,
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,

@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::account::Ceilings;
 use super::clock::Clock;
-use super::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout};
+use super::config::{CacheDtype, CpuMath, CudaKernels, EngineConfig, KvLayout, LastLayer};
 use super::model::layout::ModelLayout;
+use super::model::spec::Mixer;
 use super::model::weights::WeightSource;
 use super::request::{RequestId, SamplingParams};
 use crate::{Error, Result};
@@ -136,6 +137,30 @@ fn refuse_cuda_kernels(config: &EngineConfig, because: &str) -> Result<()> {
     }
 }
 
+/// What a device that runs the last layer on all rows says to `last_layer = outputs`.
+fn refuse_last_layer(config: &EngineConfig, because: &str) -> Result<()> {
+    match config.last_layer {
+        LastLayer::Auto | LastLayer::All => Ok(()),
+        LastLayer::Outputs => {
+            Err(Error::invalid(format!("last_layer = outputs: {because}"), "leave last_layer at auto"))
+        }
+    }
+}
+
+/// Leaves the last layer to the rows with an output where its mixer is attention, unless all are asked for.
+///
+/// # Errors
+/// [`Error::Invalid`]: only those were asked for, of a model whose last layer has a recurrent state, which every row moves on.
+fn choose_last_layer(layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
+    if layout.spec.layers.last() != Some(&Mixer::Attention) {
+        return refuse_last_layer(config, "the last layer of this model is no attention layer");
+    }
+    if config.last_layer == LastLayer::Auto {
+        config.last_layer = LastLayer::Outputs;
+    }
+    Ok(())
+}
+
 /// Weights on a device. Cheap to keep while sessions come and go.
 pub trait Model: Send {
     fn layout(&self) -> &ModelLayout;
@@ -161,6 +186,8 @@ pub struct CachePlan {
     pub state_dtype: CacheDtype,
     /// Decoded tokens from one write of a recurrent state to the next; 1 writes with every token.
     pub state_write_interval: usize,
+    /// `All` or `Outputs`.
+    pub last_layer: LastLayer,
     pub max_model_len: usize,
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,

@@ -5,7 +5,7 @@ use super::gemm::Packed;
 use super::model::CpuModel;
 use super::session::CpuSession;
 use crate::engine::clock::Clock;
-use crate::engine::config::{CacheDtype, CpuMath, KvLayout};
+use crate::engine::config::{CacheDtype, CpuMath, KvLayout, LastLayer};
 use crate::engine::device::{CachePlan, Input, LoadOptions, SequenceStep, Session, Step, Want};
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::quantize::inputs::{Inputs, Point};
@@ -63,6 +63,7 @@ impl CpuDevice {
             max_num_batched_tokens: longest,
             max_drafts: 0,
             state_write_interval: 1,
+            last_layer: LastLayer::All,
         };
         let mut session = CpuSession::open(model.weights(), &self.pool, &plan, &Clock::real())?;
         session.capture = Some(Capture { every, inputs: Inputs::new(layout.spec.layers.len()) });

@@ -34,7 +34,9 @@ use std::sync::{Arc, Mutex};
 use self::isa::Isa;
 use self::model::{CpuModel, lock};
 use self::pool::Pool;
-use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels};
+use super::{
+    Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels, refuse_last_layer,
+};
 use crate::engine::account::Ceilings;
 use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
 use crate::engine::model::layout::ModelLayout;
@@ -139,6 +141,7 @@ impl Device for CpuDevice {
 
     fn configure(&self, _layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
         refuse_cuda_kernels(config, "the CPU device has its own")?;
+        refuse_last_layer(config, "the CPU device runs the last layer on all rows")?;
         match config.state_write_interval {
             Some(interval) if interval > 1 => Err(Error::invalid(
                 format!(

@@ -15,6 +15,7 @@ use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, CudaKernels, EngineConfig};
 use crate::engine::device::{
     CachePlan, Compiled, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
+    choose_last_layer,
 };
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::weights::WeightSource;
@@ -110,7 +111,7 @@ impl Device for CudaDevice {
         if defers {
             config.state_write_interval.get_or_insert(WRITE_INTERVAL);
         }
-        Ok(())
+        choose_last_layer(layout, config)
     }
 
     fn load(

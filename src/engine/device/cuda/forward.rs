@@ -18,7 +18,7 @@ use super::matrix::{Matrix, Output};
 use super::prefill_attention::{Gate, PagedKv, PrefillAttention, Rows, Tiles};
 use super::products::Products;
 use super::weights::{AttentionWeights, DeltaWeights, GpuWeights, MixerWeights};
-use crate::engine::config::CacheDtype;
+use crate::engine::config::{CacheDtype, LastLayer};
 use crate::engine::device::CachePlan;
 use crate::engine::model::spec::{Mixer, ModelSpec};
 use crate::{Error, Result};
@@ -106,6 +106,8 @@ pub struct Forward {
     qkv_pitch: usize,
     block_tokens: usize,
     kv_blocks: usize,
+    /// The last layer is attention, and only rows with an output go through all of it.
+    narrows: bool,
 }
 
 impl Forward {
@@ -238,6 +240,7 @@ impl Forward {
             qkv_pitch,
             block_tokens: plan.block_tokens,
             kv_blocks: plan.kv_blocks,
+            narrows: plan.last_layer == LastLayer::Outputs && spec.layers.last() == Some(&Mixer::Attention),
         };
         forward.tune()?;
         Ok(forward)
@@ -273,9 +276,9 @@ impl Forward {
         self.chunks.as_ref().map_or_else(Tiles::default, |kernel| kernel.tiles(&batch.chunks))
     }
 
-    /// Leaves the last layer to few rows of `batch` where its mixer is attention: see [`Batch::narrow`].
+    /// Leaves the last layer to few rows of `batch` where the plan says so: see [`Batch::narrow`].
     pub fn narrow(&self, batch: &mut Batch) {
-        if self.spec.layers.last() == Some(&Mixer::Attention) {
+        if self.narrows {
             batch.narrow(self.limits.outputs);
         }
     }

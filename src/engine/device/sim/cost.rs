@@ -158,7 +158,7 @@ impl SimParameters {
         }
 
         let kv_s = factors.kv * phases.attention.bytes as f64 / self.read_bytes_per_s;
-        let scores = (counts.prefill_pairs * model.attention_flops_per_pair) as f64;
+        let scores = model.prefill_attention_flops(counts) as f64;
         StepTime {
             fixed_s,
             weights_s: stream_s * stream_s / overlapped_s,

@@ -11,7 +11,7 @@ use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, EngineConfig};
 use crate::engine::device::{
     CachePlan, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, SequenceOutput, Session,
-    Step, StepOutput, Ticket, Want, refuse_cuda_kernels,
+    Step, StepOutput, Ticket, Want, refuse_cuda_kernels, refuse_last_layer,
 };
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::spec::Linear;
@@ -97,7 +97,8 @@ impl Device for FixedDevice {
     }
 
     fn configure(&self, _layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
-        refuse_cuda_kernels(config, "a device of fixed cost has none")
+        refuse_cuda_kernels(config, "a device of fixed cost has none")?;
+        refuse_last_layer(config, "a device of fixed cost has no layers")
     }
 
     fn load(

@@ -18,7 +18,9 @@ pub use text::DraftModel;
 
 use self::session::SimModel;
 use super::cuda::kernels::delta as cuda;
-use super::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels};
+use super::{
+    Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, choose_last_layer, refuse_cuda_kernels,
+};
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, EngineConfig};
@@ -286,6 +288,9 @@ impl Device for SimDevice {
 
     fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
         refuse_cuda_kernels(config, "a simulated GPU has none")?;
+        if !self.is_series() {
+            choose_last_layer(layout, config)?;
+        }
         match (self.base, &layout.spec.delta_net) {
             (Base::Series(_), _) => series::configure(layout, config),
             (Base::Gpu(gpu), Some(delta))
