@@ -177,8 +177,10 @@ pub struct Attend<'a> {
     /// These are all of the sequence's tokens and their heads are still to be prepared: K and V that a thread writes here
     /// it reads right after.
     pub prepare: bool,
-    /// The sequence and KV head that this thread takes next, whose first keys are prefetched.
+    /// The sequence and KV head that this thread most likely takes next: a decode step prefetches its keys and values.
     pub next: Option<(&'a Sequence, usize)>,
+    /// This item's keys and values were so prefetched.
+    pub prefetched: bool,
     pub workspace: &'a mut Workspace,
 }
 
@@ -205,6 +207,7 @@ impl Work for Attend<'_> {
                 self.tokens.start * group + first,
                 count,
                 self.next,
+                self.prefetched,
                 self.workspace,
             );
             first += count;
@@ -237,6 +240,7 @@ fn attend_rows<A: Arch>(
     first: usize,
     count: usize,
     next_item: Option<(&Sequence, usize)>,
+    prefetched: bool,
     workspace: &mut Workspace,
 ) {
     let (spec, kv) = (layer.spec, layer.kv);
@@ -273,8 +277,12 @@ fn attend_rows<A: Arch>(
     };
     let values_of =
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
-    // Of a decode step every key is new to the caches; a prompt's tiles find them there.
-    let cold = sequence.tokens() == 1;
+    // Of a decode step every key is new to the caches: each item prefetches those of the next, at the same pace. A prompt's
+    // tiles find them there.
+    let decode = sequence.tokens() == 1;
+    let cold = decode && !prefetched;
+    let next_item = next_item.filter(|_| decode);
+    let next_block = |next: &Sequence, slot: usize| next.blocks[(slot / block_slots).min(next.blocks.len() - 1)] as usize;
     let read_blocks = |slot: usize, start: &dyn Fn(usize) -> *const u8, bytes: usize| {
         if cold && slot.is_multiple_of(BLOCKS_AT_ONCE * block_slots) {
             let mut starts = [std::ptr::null(); BLOCKS_AT_ONCE];
@@ -293,18 +301,18 @@ fn attend_rows<A: Arch>(
         let second = if slot + LANES < slots { slot + LANES } else { slot };
         // SAFETY: a row of scores has room for the second tile of the last pair.
         let out = unsafe { workspace.scores.as_mut_ptr().add(slot) };
-        // Blocks lie anywhere, so the next ones must be named to be prefetched: keys, and behind the last ones the first
-        // values.
-        let ahead = |slot: usize| {
-            if slot < slots {
-                key_tile(slot)
-            } else {
-                values_of((slot - slots) / LANES * block_slots % slots)
+        // Blocks lie anywhere, so what comes next must be named to be prefetched: the next item's keys, else this one's later
+        // ones and behind the last of them the first values.
+        let ahead = |slot: usize| match next_item {
+            Some((next, head)) => {
+                kv.key_tile(layer.index, next_block(next, slot), head, slot % block_slots)
             }
+            None if slot + 2 * LANES < slots => key_tile(slot + 2 * LANES),
+            None => values_of((slot + 2 * LANES - slots) / LANES * block_slots % slots),
         };
         let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
             .into(out, score_stride, false)
-            .prefetching(ahead(slot + 2 * LANES), ahead(slot + 3 * LANES));
+            .prefetching(ahead(slot), ahead(slot + LANES));
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -326,14 +334,10 @@ fn attend_rows<A: Arch>(
         read_blocks(slot, &|slot| values_of(slot).cast_const(), value_bytes);
         let value_bytes = kv.element.bytes();
         let base = values_of(slot);
-        // Two blocks ahead; behind the last ones the keys that this thread reads next.
-        let ahead = slot + 2 * block_slots;
+        // The next item's, else two blocks ahead.
         let next = match next_item {
-            _ if ahead < slots => values_of(ahead),
-            Some((sequence, head)) => {
-                let tile = ((ahead - slots) / block_slots).min(sequence.blocks.len() - 1);
-                kv.key_tile(layer.index, sequence.blocks[tile] as usize, head, 0)
-            }
+            Some((next, head)) => kv.value_row(layer.index, next_block(next, slot), head, 0),
+            None if slot + 2 * block_slots < slots => values_of(slot + 2 * block_slots),
             None => base,
         };
         for d in (0..kv.value_stride).step_by(2 * LANES) {

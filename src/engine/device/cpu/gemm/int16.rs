@@ -7,15 +7,17 @@
 //! One instruction multiplies and adds two 16-bit columns in each lane, twice what a multiply-add of floats does, and a
 //! nibble is an operand as it is, without becoming a float.
 
-use super::super::isa::{Arch, Isa, Plain, Work, fma};
+use super::super::isa::{Arch, Isa, Plain, Work, fma, has_vnni};
 use super::super::memory::{Scratch, Shared};
 use super::portable::{widen_bf16, widen_f16};
-use super::{Packed, ROW_PANELS, RowsFn, Tile, TileFn, Tiling};
+use super::{MAX_TILE, Packed, ROW_PANELS, RowsFn, Tile, TileFn, Tiling};
 use crate::Result;
 use crate::engine::device::cpu::matrix::Packing;
 
 /// Most tokens of a tile: sums, operands and masks of more do not fit the registers.
-pub const MAX_TOKENS: usize = 4;
+pub fn max_tokens(isa: Isa) -> usize {
+    if isa == Isa::Avx512 && has_vnni() { MAX_TILE } else { 4 }
+}
 
 /// Largest group whose sums of 15 * 32767 stay within 31 bits.
 const MAX_GROUP: usize = 4096;
@@ -94,7 +96,15 @@ impl Work for RoundTile<'_> {
             1 => round_tile::<1, 8>(&self),
             2 => round_tile::<2, 8>(&self),
             3 => round_tile::<3, 12>(&self),
-            _ => round_tile::<4, 8>(&self),
+            4 => round_tile::<4, 8>(&self),
+            5 => round_tile::<5, 20>(&self),
+            6 => round_tile::<6, 24>(&self),
+            7 => round_tile::<7, 28>(&self),
+            8 => round_tile::<8, 16>(&self),
+            9 => round_tile::<9, 36>(&self),
+            10 => round_tile::<10, 20>(&self),
+            11 => round_tile::<11, 44>(&self),
+            _ => round_tile::<12, 24>(&self),
         }
     }
 }
@@ -147,7 +157,7 @@ fn round_tile<const T: usize, const L: usize>(work: &RoundTile<'_>) {
         }
         let mut totals = [0i32; L];
         for (columns, out) in values.chunks_exact(8 * T).zip(integers.chunks_exact_mut(8 * T)) {
-            let mut by_column = [0u16; 8 * MAX_TOKENS];
+            let mut by_column = [0u16; 8 * MAX_TILE];
             for (values, integers) in columns.chunks_exact(L).zip(by_column.chunks_exact_mut(L)) {
                 for l in 0..L {
                     let integer = (values[l] * inverse[l] + TO_INTEGER).to_bits() as u16;
@@ -170,9 +180,11 @@ fn round_tile<const T: usize, const L: usize>(work: &RoundTile<'_>) {
     }
 }
 
-/// The function for `tokens` tokens, 1 to [`MAX_TOKENS`].
+/// The function for `tokens` tokens, 1 to [`max_tokens`].
 pub fn tile(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 if has_vnni() => super::int16_avx512::tile(zero_points, bf16_scales, tokens),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx2 => super::int16_avx2::tile(zero_points, bf16_scales, tokens),
         _ => match (zero_points, bf16_scales) {
@@ -187,6 +199,8 @@ pub fn tile(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> Ti
 /// The functions for one token and several panels, where the instruction set has them.
 pub fn rows(isa: Isa, zero_points: bool, bf16_scales: bool) -> Option<[RowsFn; ROW_PANELS]> {
     match isa {
+        // One panel at a time is a stream at the memory's speed there.
+        Isa::Avx512 if has_vnni() => None,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx2 => Some(super::int16_avx2::rows(zero_points, bf16_scales)),
         _ => None,
