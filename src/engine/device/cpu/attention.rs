@@ -11,7 +11,7 @@ use super::gemm::{self, MAX_TILE, Tile, max_tile};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
-use super::pool::touch_line;
+use super::pool::{LINE, prefetch_line, touch_line};
 use crate::engine::model::spec::Attention;
 
 /// Angles of every position up to the longest sequence.
@@ -277,8 +277,8 @@ fn attend_rows<A: Arch>(
     };
     let values_of =
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
-    // Of a decode step every key is new to the caches: each item prefetches those of the next, at the same pace. A prompt's
-    // tiles find them there.
+    // Of a decode step every key is new to the caches: each item prefetches those of the next while it multiplies its own, and
+    // the values while it works on the softmax. A prompt's tiles find them there.
     let decode = sequence.tokens() == 1;
     let cold = decode && !prefetched;
     let next_item = next_item.filter(|_| decode);
@@ -323,8 +323,19 @@ fn attend_rows<A: Arch>(
     for row in 0..count {
         let scores = &mut workspace.scores[row * score_stride..][..slots.next_multiple_of(LANES)];
         let valid = slot_of(position(row)) + 1;
-        inverse_sums[row] = 1.0
-            / softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, &mut workspace.weights[row..]);
+        // This row's share of the next item's values in the 16 slots at hand.
+        let ahead = |slot: usize| {
+            if let Some((next, head)) = next_item {
+                let base = kv.value_row(layer.index, next_block(next, slot), head, slot % block_slots);
+                let bytes = LANES * kv.value_stride * kv.element.bytes();
+                for at in (bytes * row / count..bytes * (row + 1) / count).step_by(LINE) {
+                    prefetch_line(base.wrapping_add(at));
+                }
+            }
+        };
+        let out = &mut workspace.weights[row..];
+        let sum = softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, ahead, out);
+        inverse_sums[row] = 1.0 / sum;
     }
 
     Workspace::grow(&mut workspace.outputs, count * kv.value_stride);
@@ -334,12 +345,8 @@ fn attend_rows<A: Arch>(
         read_blocks(slot, &|slot| values_of(slot).cast_const(), value_bytes);
         let value_bytes = kv.element.bytes();
         let base = values_of(slot);
-        // The next item's, else two blocks ahead.
-        let next = match next_item {
-            Some((next, head)) => kv.value_row(layer.index, next_block(next, slot), head, 0),
-            None if slot + 2 * block_slots < slots => values_of(slot + 2 * block_slots),
-            None => base,
-        };
+        let two_on = slot + 2 * block_slots;
+        let ahead = if next_item.is_none() && two_on < slots { values_of(two_on) } else { base };
         for d in (0..kv.value_stride).step_by(2 * LANES) {
             let cols = block_slots.min(slots - slot);
             // SAFETY: value rows are padded to whole panels and a block's rows follow each other; the softmax wrote
@@ -353,7 +360,7 @@ fn attend_rows<A: Arch>(
                     workspace.weights.as_ptr().add(slot * count),
                 )
                 .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
-                .prefetching(next.wrapping_add(d * value_bytes), next.wrapping_add((d + LANES) * value_bytes))
+                .prefetching(ahead.wrapping_add(d * value_bytes), ahead.wrapping_add((d + LANES) * value_bytes))
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };
@@ -378,7 +385,8 @@ fn attend_rows<A: Arch>(
     }
 }
 
-/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum.
+/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum. `ahead(slot)`
+/// prefetches while slots `slot..slot + 16` are worked on.
 #[inline(always)]
 fn softmax<A: Arch>(
     scores: &mut [f32],
@@ -386,6 +394,7 @@ fn softmax<A: Arch>(
     block_tokens: usize,
     block_slots: usize,
     stride: usize,
+    ahead: impl Fn(usize),
     out: &mut [f32],
 ) -> f32 {
     scores[valid..].fill(f32::NEG_INFINITY);
@@ -403,7 +412,8 @@ fn softmax<A: Arch>(
     }
     let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
     let mut sums: Lanes = [0.0; LANES];
-    for (chunk, out) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)) {
+    for (index, (chunk, out)) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)).enumerate() {
+        ahead(index * LANES);
         let mut weights: Lanes = [0.0; LANES];
         for i in 0..LANES {
             weights[i] = lanes::exp::<A>(chunk[i] - largest);
