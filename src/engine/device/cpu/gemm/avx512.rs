@@ -404,7 +404,7 @@ unsafe fn int4_groups<const Z: bool, const B: bool, const T: usize, const G: usi
         let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
         let x_stride = tile.group * T;
         for block in 0..blocks {
-            let (low, high) = load_words::<G>(tile, first * blocks + block, blocks);
+            let (low, high) = load_words::<G>(tile, first, block, blocks);
             let x = tile.x.add((first * blocks + block) * 8 * T);
             let words = Words { low: &low, high: &high, zeros: &zeros, table, x_stride };
             words.column::<Z, T, 0>(&mut parts, x);
@@ -462,18 +462,20 @@ unsafe fn bf16_tile<const T: usize>(tile: &Tile) {
     }
 }
 
-/// Eight columns of 32 rows of `G` groups, `blocks` apart: the words of rows 0 to 15 and of rows 16 to 31.
+/// Eight columns of 32 rows, block `block` of each of `G` groups of `blocks` from group `first` on: the words of rows 0 to 15 and
+/// of rows 16 to 31. Prefetches run through memory in order, whatever the order of the blocks: worth a tenth of one row's speed.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_words<const G: usize>(
     tile: &Tile,
+    first: usize,
     block: usize,
     blocks: usize,
 ) -> ([__m512i; G], [__m512i; G]) {
     let (mut low, mut high) = ([_mm512_setzero_si512(); G], [_mm512_setzero_si512(); G]);
     for j in 0..G {
-        let at = (block + j * blocks) * tile.stride;
-        let ahead = tile.ahead.wrapping_add((block + j * blocks) * tile.ahead_stride);
+        let at = ((first + j) * blocks + block) * tile.stride;
+        let ahead = tile.ahead.wrapping_add((first * blocks + block * G + j) * tile.ahead_stride);
         // SAFETY: a panel holds all its words, by the contract of `TileFn`; prefetches never fault.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
@@ -574,7 +576,7 @@ unsafe fn int4_bf16_groups<const Z: bool, const B: bool, const T: usize, const G
         let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
         let x_stride = tile.group / 2 * T;
         for block in 0..blocks {
-            let (low, high) = load_words::<G>(tile, first * blocks + block, blocks);
+            let (low, high) = load_words::<G>(tile, first, block, blocks);
             let x = tile.x.add((first * blocks + block) * 4 * T);
             let words = PairWords { low: &low, high: &high, adds: &adds, table, nibble, x_stride };
             words.pair::<T, 0>(&mut parts, x);
