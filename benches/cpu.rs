@@ -109,7 +109,10 @@ fn compare(device: &mut CpuDevice, name: &str, format: WeightFormat, math: CpuMa
             ratios.push(f16 / int4);
         }
     }
-    println!("\n## {name}\n\nf16 over int4, {} steps of each in turns; medians of {pairs} pairs (quartiles).\n", STEPS - 1);
+    println!(
+        "\n## {name}\n\nf16 over int4, {} steps of each in turns; medians of {pairs} pairs (quartiles).\n",
+        STEPS - 1
+    );
     println!("| of | times as fast | times as few bytes | share |\n|---|---|---|---|");
     for (what, at) in [("whole steps", 0), ("the quantised matrices", 1)] {
         let ([low, median, high], bytes) = (quartiles(&ratios[at]), quartiles(&ratios[at + 2])[1]);

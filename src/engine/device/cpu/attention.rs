@@ -233,6 +233,7 @@ unsafe fn read_side_by_side(starts: &[*const u8], bytes: usize) {
 
 /// Rows `first..first + count` of a sequence and KV head; row r is token r / group, head r % group.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 fn attend_rows<A: Arch>(
     layer: &Layer<'_>,
     sequence: &Sequence,
@@ -282,7 +283,8 @@ fn attend_rows<A: Arch>(
     let decode = sequence.tokens() == 1;
     let cold = decode && !prefetched;
     let next_item = next_item.filter(|_| decode);
-    let next_block = |next: &Sequence, slot: usize| next.blocks[(slot / block_slots).min(next.blocks.len() - 1)] as usize;
+    let next_block =
+        |next: &Sequence, slot: usize| next.blocks[(slot / block_slots).min(next.blocks.len() - 1)] as usize;
     let read_blocks = |slot: usize, start: &dyn Fn(usize) -> *const u8, bytes: usize| {
         if cold && slot.is_multiple_of(BLOCKS_AT_ONCE * block_slots) {
             let mut starts = [std::ptr::null(); BLOCKS_AT_ONCE];
@@ -304,9 +306,7 @@ fn attend_rows<A: Arch>(
         // Blocks lie anywhere, so what comes next must be named to be prefetched: the next item's keys, else this one's later
         // ones and behind the last of them the first values.
         let ahead = |slot: usize| match next_item {
-            Some((next, head)) => {
-                kv.key_tile(layer.index, next_block(next, slot), head, slot % block_slots)
-            }
+            Some((next, head)) => kv.key_tile(layer.index, next_block(next, slot), head, slot % block_slots),
             None if slot + 2 * LANES < slots => key_tile(slot + 2 * LANES),
             None => values_of((slot + 2 * LANES - slots) / LANES * block_slots % slots),
         };
@@ -360,7 +360,10 @@ fn attend_rows<A: Arch>(
                     workspace.weights.as_ptr().add(slot * count),
                 )
                 .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
-                .prefetching(ahead.wrapping_add(d * value_bytes), ahead.wrapping_add((d + LANES) * value_bytes))
+                .prefetching(
+                    ahead.wrapping_add(d * value_bytes),
+                    ahead.wrapping_add((d + LANES) * value_bytes),
+                )
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };
