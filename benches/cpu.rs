@@ -61,6 +61,63 @@ fn main() {
             case(&mut device, name, &layout, math, only, pairs);
         }
     }
+    let comparisons = [
+        ("demo int4 g32 zp against f16, f32 math", int4(32), CpuMath::F32),
+        ("demo int4 g128 zp against f16, f32 math", int4(128), CpuMath::F32),
+        ("demo int4 g32 zp against f16, int16 math", int4(32), CpuMath::Int16),
+        ("demo int4 g128 zp against f16, int16 math", int4(128), CpuMath::Int16),
+    ];
+    for (name, format, math) in comparisons {
+        if name.contains(&filter) && only.is_empty() {
+            compare(&mut device, name, format, math, pairs.unwrap_or(60));
+        }
+    }
+}
+
+/// Phases that read nothing but matrices which an int4 model quantises.
+const QUANTIZED: [&str; 5] = ["delta_out", "mlp_in", "mlp_out", "attention_in", "attention_out"];
+
+/// Decode of one sequence with f16 and with int4 weights, a few steps of each in turns: how much faster, beside how many fewer
+/// bytes. The first step after a change of model is not counted: the caches hold the other one.
+fn compare(device: &mut CpuDevice, name: &str, format: WeightFormat, math: CpuMath, pairs: usize) {
+    let layouts = [demo(WeightFormat::F16), demo(format)];
+    let plan = cpu_rig::plan(&layouts[0].spec);
+    let mut sessions = Vec::new();
+    for (layout, math) in layouts.iter().zip([CpuMath::F32, math]) {
+        let source: WeightSource = Box::new(SyntheticWeights::new(layout.clone(), 1));
+        let options = LoadOptions { cpu_math: math, threads: None };
+        let model = device.load(layout, &source, &options, &mut |_| {}).expect("a model");
+        let mut session = model.open(&plan, &EngineConfig::default(), &Clock::real()).expect("a session");
+        prefill_slot(session.as_mut(), 0, CONTEXT);
+        sessions.push((session, model));
+    }
+    const STEPS: usize = 4;
+    // Of each pair of runs, f16 over int4: (seconds of the step, of the quantised matrices, bytes of the step, of those).
+    let mut ratios = [const { Vec::new() }; 4];
+    for pair in 0..pairs {
+        let found = [0, 1].map(|which| {
+            let session = sessions[which].0.as_mut();
+            let steps = (0..STEPS).map(|step| decode(session, 1, CONTEXT + STEPS * pair + step, true).1);
+            let all = phases(steps.skip(1).flatten().collect());
+            let of = |value: &dyn Fn(&Phase) -> f64, only: &[&str]| -> f64 {
+                all.iter().filter(|phase| only.is_empty() || only.contains(&&*phase.name)).map(value).sum()
+            };
+            let (time, bytes) = (|phase: &Phase| phase.seconds, |phase: &Phase| phase.bytes);
+            [of(&time, &[]), of(&time, &QUANTIZED), of(&bytes, &[]), of(&bytes, &QUANTIZED)]
+        });
+        for (ratios, (f16, int4)) in ratios.iter_mut().zip(found[0].iter().zip(found[1])) {
+            ratios.push(f16 / int4);
+        }
+    }
+    println!(
+        "\n## {name}\n\nf16 over int4, {} steps of each in turns; medians of {pairs} pairs (quartiles).\n",
+        STEPS - 1
+    );
+    println!("| of | times as fast | times as few bytes | share |\n|---|---|---|---|");
+    for (what, at) in [("whole steps", 0), ("the quantised matrices", 1)] {
+        let ([low, median, high], bytes) = (quartiles(&ratios[at]), quartiles(&ratios[at + 2])[1]);
+        println!("| {what} | {median:.2} ({low:.2} to {high:.2}) | {bytes:.2} | {:.2} |", median / bytes);
+    }
 }
 
 fn int4(group: usize) -> WeightFormat {

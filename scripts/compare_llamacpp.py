@@ -152,7 +152,8 @@ def main():
     ours = [Inferwall("f16, f32 math", args.step_times, args.folder / "smollm2-f16", "f32"),
             Inferwall("bf16, bf16 math", args.step_times, args.folder / "smollm2-bf16", "bf16"),
             Inferwall("int4 g32, f32 math", args.step_times, args.folder / "smollm2-int4", "f32"),
-            Inferwall("int4 g32, int16 math", args.step_times, args.folder / "smollm2-int4", "int16")]
+            Inferwall("int4 g32, int16 math", args.step_times, args.folder / "smollm2-int4", "int16"),
+            Inferwall("int4 g32, bf16 math", args.step_times, args.folder / "smollm2-int4", "bf16")]
     theirs = {name: LlamaCpp(args.folder / f"smollm2-{name}.gguf", threads) for name in FILES}
     order = [theirs["F16"], ours[0], theirs["BF16"], ours[1], theirs["Q8_0"], theirs["Q4_0"], theirs["Q4_1"], *ours[2:]]
     engines = [engine for engine in order if not getattr(engine, "missing", "")]

@@ -17,7 +17,7 @@ step_times=target/release/examples/step_times
 
 perplexity() { # MODEL TEXT
     "$inferwall" model eval --model "$1" --text "$2" --device cpu "${windows[@]}" --format json 2>/dev/null |
-        sed -n 's/.*"perplexity": \([0-9.]*\).*/\1/p'
+        sed -n 's/.*"perplexity": \([0-9.]*\).*/\1/p' | awk '{ printf "%.2f", $1 }'
 }
 speed() { # MODEL MATH
     printf 'decode 1 40\n%.0s' 1 2 3 4 5 | "$step_times" "$1" "$2" | tail -n +2 | sort -n |

@@ -11,7 +11,7 @@ use super::gemm::{self, MAX_TILE, Tile, max_tile};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
-use super::pool::touch_line;
+use super::pool::{LINE, prefetch_line, touch_line};
 use crate::engine::model::spec::Attention;
 
 /// Angles of every position up to the longest sequence.
@@ -177,8 +177,10 @@ pub struct Attend<'a> {
     /// These are all of the sequence's tokens and their heads are still to be prepared: K and V that a thread writes here
     /// it reads right after.
     pub prepare: bool,
-    /// The sequence and KV head that this thread takes next, whose first keys are prefetched.
+    /// The sequence and KV head that this thread most likely takes next: a decode step prefetches its keys and values.
     pub next: Option<(&'a Sequence, usize)>,
+    /// This item's keys and values were so prefetched.
+    pub prefetched: bool,
     pub workspace: &'a mut Workspace,
 }
 
@@ -205,6 +207,7 @@ impl Work for Attend<'_> {
                 self.tokens.start * group + first,
                 count,
                 self.next,
+                self.prefetched,
                 self.workspace,
             );
             first += count;
@@ -230,6 +233,7 @@ unsafe fn read_side_by_side(starts: &[*const u8], bytes: usize) {
 
 /// Rows `first..first + count` of a sequence and KV head; row r is token r / group, head r % group.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 fn attend_rows<A: Arch>(
     layer: &Layer<'_>,
     sequence: &Sequence,
@@ -237,6 +241,7 @@ fn attend_rows<A: Arch>(
     first: usize,
     count: usize,
     next_item: Option<(&Sequence, usize)>,
+    prefetched: bool,
     workspace: &mut Workspace,
 ) {
     let (spec, kv) = (layer.spec, layer.kv);
@@ -273,8 +278,13 @@ fn attend_rows<A: Arch>(
     };
     let values_of =
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
-    // Of a decode step every key is new to the caches; a prompt's tiles find them there.
-    let cold = sequence.tokens() == 1;
+    // Of a decode step every key is new to the caches: each item prefetches those of the next while it multiplies its own, and
+    // the values while it works on the softmax. A prompt's tiles find them there.
+    let decode = sequence.tokens() == 1;
+    let cold = decode && !prefetched;
+    let next_item = next_item.filter(|_| decode);
+    let next_block =
+        |next: &Sequence, slot: usize| next.blocks[(slot / block_slots).min(next.blocks.len() - 1)] as usize;
     let read_blocks = |slot: usize, start: &dyn Fn(usize) -> *const u8, bytes: usize| {
         if cold && slot.is_multiple_of(BLOCKS_AT_ONCE * block_slots) {
             let mut starts = [std::ptr::null(); BLOCKS_AT_ONCE];
@@ -293,18 +303,16 @@ fn attend_rows<A: Arch>(
         let second = if slot + LANES < slots { slot + LANES } else { slot };
         // SAFETY: a row of scores has room for the second tile of the last pair.
         let out = unsafe { workspace.scores.as_mut_ptr().add(slot) };
-        // Blocks lie anywhere, so the next ones must be named to be prefetched: keys, and behind the last ones the first
-        // values.
-        let ahead = |slot: usize| {
-            if slot < slots {
-                key_tile(slot)
-            } else {
-                values_of((slot - slots) / LANES * block_slots % slots)
-            }
+        // Blocks lie anywhere, so what comes next must be named to be prefetched: the next item's keys, else this one's later
+        // ones and behind the last of them the first values.
+        let ahead = |slot: usize| match next_item {
+            Some((next, head)) => kv.key_tile(layer.index, next_block(next, slot), head, slot % block_slots),
+            None if slot + 2 * LANES < slots => key_tile(slot + 2 * LANES),
+            None => values_of((slot + 2 * LANES - slots) / LANES * block_slots % slots),
         };
         let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
             .into(out, score_stride, false)
-            .prefetching(ahead(slot + 2 * LANES), ahead(slot + 3 * LANES));
+            .prefetching(ahead(slot), ahead(slot + LANES));
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -315,8 +323,19 @@ fn attend_rows<A: Arch>(
     for row in 0..count {
         let scores = &mut workspace.scores[row * score_stride..][..slots.next_multiple_of(LANES)];
         let valid = slot_of(position(row)) + 1;
-        inverse_sums[row] = 1.0
-            / softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, &mut workspace.weights[row..]);
+        // This row's share of the next item's values in the 16 slots at hand.
+        let ahead = |slot: usize| {
+            if let Some((next, head)) = next_item {
+                let base = kv.value_row(layer.index, next_block(next, slot), head, slot % block_slots);
+                let bytes = LANES * kv.value_stride * kv.element.bytes();
+                for at in (bytes * row / count..bytes * (row + 1) / count).step_by(LINE) {
+                    prefetch_line(base.wrapping_add(at));
+                }
+            }
+        };
+        let out = &mut workspace.weights[row..];
+        let sum = softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, ahead, out);
+        inverse_sums[row] = 1.0 / sum;
     }
 
     Workspace::grow(&mut workspace.outputs, count * kv.value_stride);
@@ -326,16 +345,8 @@ fn attend_rows<A: Arch>(
         read_blocks(slot, &|slot| values_of(slot).cast_const(), value_bytes);
         let value_bytes = kv.element.bytes();
         let base = values_of(slot);
-        // Two blocks ahead; behind the last ones the keys that this thread reads next.
-        let ahead = slot + 2 * block_slots;
-        let next = match next_item {
-            _ if ahead < slots => values_of(ahead),
-            Some((sequence, head)) => {
-                let tile = ((ahead - slots) / block_slots).min(sequence.blocks.len() - 1);
-                kv.key_tile(layer.index, sequence.blocks[tile] as usize, head, 0)
-            }
-            None => base,
-        };
+        let two_on = slot + 2 * block_slots;
+        let ahead = if next_item.is_none() && two_on < slots { values_of(two_on) } else { base };
         for d in (0..kv.value_stride).step_by(2 * LANES) {
             let cols = block_slots.min(slots - slot);
             // SAFETY: value rows are padded to whole panels and a block's rows follow each other; the softmax wrote
@@ -349,7 +360,10 @@ fn attend_rows<A: Arch>(
                     workspace.weights.as_ptr().add(slot * count),
                 )
                 .into(workspace.outputs.as_mut_ptr().add(d), kv.value_stride, true)
-                .prefetching(next.wrapping_add(d * value_bytes), next.wrapping_add((d + LANES) * value_bytes))
+                .prefetching(
+                    ahead.wrapping_add(d * value_bytes),
+                    ahead.wrapping_add((d + LANES) * value_bytes),
+                )
             };
             // SAFETY: as above; outputs hold `count` rows of value_stride.
             unsafe { tile_fn(&tile) };
@@ -374,7 +388,8 @@ fn attend_rows<A: Arch>(
     }
 }
 
-/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum.
+/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum. `ahead(slot)`
+/// prefetches while slots `slot..slot + 16` are worked on.
 #[inline(always)]
 fn softmax<A: Arch>(
     scores: &mut [f32],
@@ -382,6 +397,7 @@ fn softmax<A: Arch>(
     block_tokens: usize,
     block_slots: usize,
     stride: usize,
+    ahead: impl Fn(usize),
     out: &mut [f32],
 ) -> f32 {
     scores[valid..].fill(f32::NEG_INFINITY);
@@ -399,7 +415,8 @@ fn softmax<A: Arch>(
     }
     let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
     let mut sums: Lanes = [0.0; LANES];
-    for (chunk, out) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)) {
+    for (index, (chunk, out)) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)).enumerate() {
+        ahead(index * LANES);
         let mut weights: Lanes = [0.0; LANES];
         for i in 0..LANES {
             weights[i] = lanes::exp::<A>(chunk[i] - largest);

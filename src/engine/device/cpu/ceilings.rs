@@ -9,7 +9,7 @@ use super::gemm;
 use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
 use super::model::lock;
-use super::pool::Pool;
+use super::pool::{Pool, prefetch_line};
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::config::CpuMath;
@@ -141,7 +141,7 @@ impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
                 let chunk = &self.0[s * stream + at..][..4 * LANES];
                 for (part, sum) in sums.iter_mut().enumerate() {
                     if A > 0 {
-                        prefetch(chunk.as_ptr().wrapping_add(A + part * LANES));
+                        prefetch_line(chunk.as_ptr().wrapping_add(A + part * LANES).cast());
                     }
                     for lane in 0..LANES {
                         sum[lane] += chunk[part * LANES + lane];
@@ -151,18 +151,6 @@ impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
         }
         sums.iter().flatten().sum()
     }
-}
-
-#[inline(always)]
-fn prefetch(at: *const f32) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch never faults, wherever it points.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(at.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
 }
 
 fn read_rate(pool: &mut Pool, isa: Isa, reader: ReadFn, buffer: &Buffer) -> f64 {

@@ -51,6 +51,8 @@ struct ThreadSpace {
     /// Rows of a tile, normed.
     rows: Vec<f32>,
     attention: attention::Workspace,
+    /// (item, layer) whose keys and values attention has prefetched.
+    next_item: Option<(usize, usize)>,
     delta: delta::Workspace,
 }
 
@@ -344,18 +346,21 @@ impl Forward<'_> {
         self.pool.split_before(&ahead, items.len(), grain, &|range, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
-            let run = &items[range];
-            for (index, (which, kv_head, tokens)) in run.iter().enumerate() {
+            for index in range {
+                let (which, kv_head, tokens) = &items[index];
                 let sequence = &batch.sequences[*which];
+                let next = items.get(index + 1).map(|next| (&batch.sequences[next.0], next.1));
                 shared.isa.run(Attend {
                     layer: &shared,
                     sequence,
                     kv_head: *kv_head,
                     tokens: tokens.clone(),
                     prepare: sequence.tokens() <= step,
-                    next: run.get(index + 1).map(|next| (&batch.sequences[next.0], next.1)),
+                    next,
+                    prefetched: space.next_item == Some((index, shared.index)),
                     workspace: &mut space.attention,
                 });
+                space.next_item = (sequence.tokens() == 1).then_some((index + 1, shared.index));
             }
         });
         let packed = self.pack_mixer_rows(size)?;

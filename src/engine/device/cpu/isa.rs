@@ -86,6 +86,18 @@ pub fn has_bf16() -> bool {
     }
 }
 
+/// True where the CPU multiplies pairs of 16-bit integers in 512 bits and adds them to 32-bit sums (AVX512-VNNI).
+pub fn has_vnni() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        Isa::detect() == Isa::Avx512 && is_x86_feature_detected!("avx512vnni")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
 /// # Errors
 /// `cpu_math = bf16` on a CPU without bf16 products.
 pub fn require_bf16() -> Result<()> {

@@ -56,7 +56,7 @@ impl Ahead {
     }
 }
 
-const LINE: usize = 64;
+pub const LINE: usize = 64;
 /// Lines of each stream read in one turn of the spin loop.
 const LINES_A_TURN: usize = 2;
 /// Lines of each stream that the caller asks for before it goes on alone: as many as a core can wait for at once.
@@ -71,6 +71,19 @@ const LINES_BEFORE_LEAVING: usize = 16;
 pub unsafe fn touch_line(at: *const u8) {
     // SAFETY: promised by the caller.
     unsafe { std::ptr::read_volatile(at) };
+}
+
+/// Asks for a line without waiting for it, wherever it is.
+#[inline(always)]
+pub fn prefetch_line(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults, wherever it points.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
 }
 
 /// The items that a thread owns in a phase still untaken: start in the low half, end in the high one. Alone on its lines.

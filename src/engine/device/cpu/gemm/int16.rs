@@ -7,15 +7,17 @@
 //! One instruction multiplies and adds two 16-bit columns in each lane, twice what a multiply-add of floats does, and a
 //! nibble is an operand as it is, without becoming a float.
 
-use super::super::isa::{Arch, Isa, Plain, Work, fma};
+use super::super::isa::{Arch, Isa, Plain, Work, fma, has_vnni};
 use super::super::memory::{Scratch, Shared};
 use super::portable::{widen_bf16, widen_f16};
-use super::{Packed, ROW_PANELS, RowsFn, Tile, TileFn, Tiling};
+use super::{MAX_TILE, Packed, ROW_PANELS, RowsFn, Tile, TileFn, Tiling};
 use crate::Result;
 use crate::engine::device::cpu::matrix::Packing;
 
 /// Most tokens of a tile: sums, operands and masks of more do not fit the registers.
-pub const MAX_TOKENS: usize = 4;
+pub fn max_tokens(isa: Isa) -> usize {
+    if isa == Isa::Avx512 && has_vnni() { MAX_TILE } else { 4 }
+}
 
 /// Largest group whose sums of 15 * 32767 stay within 31 bits.
 const MAX_GROUP: usize = 4096;
@@ -94,7 +96,15 @@ impl Work for RoundTile<'_> {
             1 => round_tile::<1, 8>(&self),
             2 => round_tile::<2, 8>(&self),
             3 => round_tile::<3, 12>(&self),
-            _ => round_tile::<4, 8>(&self),
+            4 => round_tile::<4, 8>(&self),
+            5 => round_wide_tile::<5>(&self),
+            6 => round_wide_tile::<6>(&self),
+            7 => round_wide_tile::<7>(&self),
+            8 => round_wide_tile::<8>(&self),
+            9 => round_wide_tile::<9>(&self),
+            10 => round_wide_tile::<10>(&self),
+            11 => round_wide_tile::<11>(&self),
+            _ => round_wide_tile::<12>(&self),
         }
     }
 }
@@ -102,7 +112,7 @@ impl Work for RoundTile<'_> {
 /// Adding and subtracting this rounds a float below 2^22 to the nearest even integer, whose bits lie in the sum's lowest.
 const TO_INTEGER: f32 = 12_582_912.0;
 
-/// T tokens, L lanes at a time: lane l is of token l % T.
+/// T tokens, at most four, L lanes at a time: lane l is of token l % T.
 #[inline(always)]
 fn round_tile<const T: usize, const L: usize>(work: &RoundTile<'_>) {
     let RoundTile { packed, rounded, tile } = *work;
@@ -122,32 +132,10 @@ fn round_tile<const T: usize, const L: usize>(work: &RoundTile<'_>) {
     let group_integers = integers.chunks_exact_mut(rounded.group * T);
     let group_ends = scales.chunks_exact_mut(T).zip(sums.chunks_exact_mut(T));
     for ((values, integers), (scales, sums)) in group_values.zip(group_integers).zip(group_ends) {
-        let mut largest = [0f32; L];
-        // Zero times anything finite is zero, times anything else NaN: it must not be lost.
-        let mut poison = [0f32; L];
-        for values in values.chunks_exact(L) {
-            for l in 0..L {
-                let value = values[l].abs();
-                largest[l] = if value > largest[l] { value } else { largest[l] };
-                poison[l] += value * 0.0;
-            }
-        }
-        let mut inverse = [0f32; L];
-        for t in 0..T {
-            let (mut most, mut poisoned) = (0f32, 0f32);
-            for l in (t..L).step_by(T) {
-                most = if largest[l] > most { largest[l] } else { most };
-                poisoned += poison[l];
-            }
-            let scale = most * (1.0 / 32767.0);
-            scales[t] = scale + poisoned;
-            // Of zeros, or of numbers so small that their scale is no longer one, zeros.
-            let of_token = if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
-            inverse.iter_mut().skip(t).step_by(T).for_each(|inverse| *inverse = of_token);
-        }
+        let inverse = scale_group::<T, L>(values, scales);
         let mut totals = [0i32; L];
         for (columns, out) in values.chunks_exact(8 * T).zip(integers.chunks_exact_mut(8 * T)) {
-            let mut by_column = [0u16; 8 * MAX_TOKENS];
+            let mut by_column = [0u16; 8 * 4];
             for (values, integers) in columns.chunks_exact(L).zip(by_column.chunks_exact_mut(L)) {
                 for l in 0..L {
                     let integer = (values[l] * inverse[l] + TO_INTEGER).to_bits() as u16;
@@ -164,15 +152,87 @@ fn round_tile<const T: usize, const L: usize>(work: &RoundTile<'_>) {
                 }
             }
         }
-        for (t, sum) in sums.iter_mut().enumerate() {
-            *sum = totals[t..].iter().step_by(T).sum();
+        fold_lanes::<i32, T, L>(&mut totals, |a, b| a + b);
+        sums.copy_from_slice(&totals[..T]);
+    }
+}
+
+/// As [`round_tile`] for more tokens than that: they are the lanes.
+#[inline(always)]
+fn round_wide_tile<const T: usize>(work: &RoundTile<'_>) {
+    let RoundTile { packed, rounded, tile } = *work;
+    let (start, tokens) = rounded.tiling.tile(tile);
+    debug_assert_eq!(tokens, T);
+    let groups = rounded.cols / rounded.group;
+    // SAFETY: as in `round_tile`.
+    let (values, pairs, scales, sums) = unsafe {
+        (
+            std::slice::from_raw_parts(packed.tile_values(tile), rounded.cols * T),
+            rounded.pairs.part(start * rounded.cols / 2, rounded.cols / 2 * T),
+            rounded.scales.part(start * groups, groups * T),
+            rounded.sums.part(start * groups, groups * T),
+        )
+    };
+    let by_group = values.chunks_exact(rounded.group * T).zip(pairs.chunks_exact_mut(rounded.group / 2 * T));
+    let group_ends = scales.chunks_exact_mut(T).zip(sums.chunks_exact_mut(T));
+    for ((values, pairs), (scales, sums)) in by_group.zip(group_ends) {
+        let inverse = scale_group::<T, T>(values, scales);
+        let mut totals = [0i32; T];
+        for (columns, out) in values.chunks_exact(2 * T).zip(pairs.chunks_exact_mut(T)) {
+            for t in 0..T {
+                let even = (columns[t] * inverse[t] + TO_INTEGER).to_bits();
+                let odd = (columns[T + t] * inverse[t] + TO_INTEGER).to_bits();
+                out[t] = (even & 0xffff | odd << 16) as i32;
+                totals[t] += i32::from(even as i16) + i32::from(odd as i16);
+            }
+        }
+        sums.copy_from_slice(&totals);
+    }
+}
+
+/// Joins the lanes of each token in the first T, by halves: L is T times a power of two.
+#[inline(always)]
+fn fold_lanes<V: Copy, const T: usize, const L: usize>(lanes: &mut [V; L], join: impl Fn(V, V) -> V) {
+    let mut width = L;
+    while width > T {
+        width /= 2;
+        for l in 0..width {
+            lanes[l] = join(lanes[l], lanes[l + width]);
         }
     }
 }
 
-/// The function for `tokens` tokens, 1 to [`MAX_TOKENS`].
+/// Stores each token's scale of a group, and gives its inverse in every lane: lane l is of token l % T.
+#[inline(always)]
+fn scale_group<const T: usize, const L: usize>(values: &[f32], scales: &mut [f32]) -> [f32; L] {
+    let mut largest = [0f32; L];
+    // Zero times anything finite is zero, times anything else NaN: it must not be lost.
+    let mut poison = [0f32; L];
+    for values in values.chunks_exact(L) {
+        for l in 0..L {
+            let value = values[l].abs();
+            largest[l] = if value > largest[l] { value } else { largest[l] };
+            poison[l] += value * 0.0;
+        }
+    }
+    fold_lanes::<f32, T, L>(&mut largest, |a, b| if b > a { b } else { a });
+    fold_lanes::<f32, T, L>(&mut poison, |a, b| a + b);
+    let mut inverse = [0f32; L];
+    for t in 0..T {
+        let scale = largest[t] * (1.0 / 32767.0);
+        scales[t] = scale + poison[t];
+        // Of zeros, or of numbers so small that their scale is no longer one, zeros.
+        let of_token = if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
+        inverse.iter_mut().skip(t).step_by(T).for_each(|inverse| *inverse = of_token);
+    }
+    inverse
+}
+
+/// The function for `tokens` tokens, 1 to [`max_tokens`].
 pub fn tile(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 if has_vnni() => super::int16_avx512::tile(zero_points, bf16_scales, tokens),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx2 => super::int16_avx2::tile(zero_points, bf16_scales, tokens),
         _ => match (zero_points, bf16_scales) {
@@ -187,6 +247,8 @@ pub fn tile(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> Ti
 /// The functions for one token and several panels, where the instruction set has them.
 pub fn rows(isa: Isa, zero_points: bool, bf16_scales: bool) -> Option<[RowsFn; ROW_PANELS]> {
     match isa {
+        // One panel at a time is a stream at the memory's speed there.
+        Isa::Avx512 if has_vnni() => None,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx2 => Some(super::int16_avx2::rows(zero_points, bf16_scales)),
         _ => None,

@@ -180,7 +180,7 @@ fn int16_tiles_are_exact_within_groups() {
             x[3 * cols] = 3e4;
             let mut weights = vec![0f32; cols];
             for isa in Isa::available() {
-                for tokens in (1..=7).chain([12, 14]) {
+                for tokens in 1..=14 {
                     let found = multiply(isa, &matrix, &x, tokens, CpuMath::Int16);
                     for row in 0..rows {
                         matrix.read_row(row, &mut weights);
