@@ -97,6 +97,9 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     Sequence sequence = sequences[blockIdx.y];
     // Whole clusters leave together: all its blocks see the same sequence.
     if (sequence.slot < 0) return;
+#if __CUDA_ARCH__ >= 900
+    if (SPLIT > 1) cluster_say_started();
+#endif
 
     // The state, before the wait: only this kernel, a step ago, wrote it.
     u64 base = ((u64)(sequence.slot * (u64)shape.value_heads + head) * DV + first_row) * (DK / 4) + sub;
@@ -122,6 +125,9 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     float weight = tid < ROWS ? norm_weight[part * ROWS + tid] : 0.0f;
     bool keeps_window = sequence.count <= shape.ring - 3;
 
+#if __CUDA_ARCH__ >= 900
+    if (SPLIT > 1) cluster_wait_started();
+#endif
     wait_for_previous_kernel();
     for (int t = 0; t < sequence.count; t++) {
         const f16 *input = mixed + (u64)(sequence.start + t) * shape.pitch;

@@ -390,6 +390,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     let_next_kernel_start();
     Sequence sequence = sequences[blockIdx.y];
     if (sequence.slot < 0) return; // the whole cluster
+    cluster_say_started();
     u64 at = (u64)sequence.slot * heads + head;
     bool fresh = sequence.context == sequence.pending;
 
@@ -428,6 +429,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     }
     float rate = a_log[head], bias = dt_bias[head], weight = tid < PART_ROWS ? norm_weight[part * PART_ROWS + tid] : 0.0f;
 
+    cluster_wait_started();
     wait_for_previous_kernel();
     const f16 *input = mixed + (u64)sequence.start * shape.pitch, *gates = input + channels + heads * HEAD;
     f16 b = gates[head], a = gates[heads + head], z = 0;

@@ -197,6 +197,11 @@ DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
 // ---- clusters ----
 
 #if __CUDA_ARCH__ >= 900
+// Before a kernel's first cluster_share: another block's shared memory is there once it has started. Said early and waited for
+// late, it costs nothing.
+DEVICE void cluster_say_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Thread t < size writes this block's value into block t's slots[rank], and all wait for all.
 DEVICE void cluster_share(float *slots, int rank, int size, float value) {
     if (threadIdx.x < size) {
