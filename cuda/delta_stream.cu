@@ -143,12 +143,11 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
             Sequence sequence = find(task);
             if (!sequence.write) continue;
             float *to = state + ((u64)sequence.slot * heads + task % heads) * (HEAD * HEAD);
-            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                         "r"(shared_address(stages + (behind % STAGES) * STAGE_BYTES)), "n"(STATE_BYTES) : "memory");
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            store_bulk(to, shared_address(stages + (behind % STAGES) * STAGE_BYTES), STATE_BYTES);
+            store_commit();
+            store_wait_read<0>();
         }
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        store_wait();
         return;
     }
 
@@ -169,7 +168,7 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
                 // Each thread reads below what it writes here.
                 fold(rows, kept, token.pending, fresh, row, sub);
                 fresh = false;
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the copy engine reads it too
+                shared_write_fence(); // the copy engine reads it too
             }
             float4 q[4], k[4];
 #pragma unroll
@@ -277,7 +276,7 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         if (before.beside) {
             before.beside[at] = key, before.beside[HEAD + at] = update;
             if (at == 0) before.beside[2 * HEAD] = before.log;
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // a state comes here later
+            shared_write_fence(); // a state comes here later
         }
         float4 o = ((const float4 *)token.outputs)[lane];
         float squares = warp_sum(dot4(o, o));

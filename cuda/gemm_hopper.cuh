@@ -33,39 +33,6 @@ struct Gemm {
 constexpr u32 gemm_stage_bytes(int m, int n) { return (u32)(m + n) * 128; }
 constexpr int gemm_stages(int m, int n) { return (int)((227 * 1024 - 1024 - 256 - 16 * PIECE_BYTES) / gemm_stage_bytes(m, n)); }
 
-// A box at (column, row) of a matrix, and the same for both blocks of a cluster.
-DEVICE void copy_matrix_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-DEVICE void copy_matrix_box_to_both(u32 to, const TensorMap *map, u32 column, u32 row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
-}
-
-// Shared memory to a box of y, or added to it.
-DEVICE void store_box(const TensorMap *map, u32 column, u32 row, u32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-                 ::"l"(map), "r"(column), "r"(row), "r"(from) : "memory");
-}
-
-DEVICE void add_box(const TensorMap *map, u32 column, u32 row, u32 from) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
-                 ::"l"(map), "r"(column), "r"(row), "r"(from) : "memory");
-}
-
-DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until at most `Pending` of this thread's latest stores still read shared memory.
-template <int Pending> DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory"); }
-
-DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // The order of tiles: column by column within groups of `group` rows, so that the rows of x and W in use at a time stay in the L2.
 struct TileOrder {
     u32 rows, columns, group;
@@ -104,7 +71,7 @@ template <int N> DEVICE void gemm_output(const Gemm &p, float (&sums)[N / 2], u3
     }
     // The piece to fill next: its last store has read it.
     auto begin = [&] {
-        if (lane == 0) store_wait<1>();
+        if (lane == 0) store_wait_read<1>();
         __syncwarp();
         return pieces + (piece++ & 1) * PIECE_BYTES;
     };
@@ -112,8 +79,8 @@ template <int N> DEVICE void gemm_output(const Gemm &p, float (&sums)[N / 2], u3
         shared_write_fence();
         __syncwarp();
         if (lane == 0) {
-            if (p.output == OUTPUT_RESIDUAL) add_box(&p.y, at, row, from);
-            else store_box(&p.y, at, row, from);
+            if (p.output == OUTPUT_RESIDUAL) add_box(&p.y, from, at, row);
+            else store_box(&p.y, from, at, row);
             store_commit();
         }
     };
@@ -195,8 +162,8 @@ template <int M, int N> DEVICE void gemm(const Gemm &p) {
                     u32 x = ring + slot.index * STAGE, w = x + X_BYTES, barrier = full + 8 * slot.index;
                     barrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
                     barrier_expect(barrier, STAGE);
-                    copy_matrix_box(x, &p.x, 64 * step, row, barrier);
-                    copy_matrix_box_to_both(w + rank * (N * 64), &p.w, 64 * step, column + rank * (N / 2), barrier);
+                    copy_box(x, &p.x, 64 * step, row, barrier);
+                    copy_box_to_both(w + rank * (N * 64), &p.w, 64 * step, column + rank * (N / 2), barrier);
                 }
             }
         }
@@ -243,7 +210,7 @@ template <int M, int N> DEVICE void gemm(const Gemm &p) {
             for (int part = 0; part < PARTS; part++)
                 gemm_output<N>(p, sums[part], row + part * 64, column * N, pieces + warp * 2 * PIECE_BYTES, piece);
         }
-        if (lane == 0) store_wait<0>();
+        if (lane == 0) store_wait_read<0>();
         __syncwarp();
     }
     cluster_sync(); // no block ends while the other may still send to it or signal it

@@ -86,7 +86,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1))), "f"(acc[4 * j + i]) : "memory");
+            store_shared(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1)), acc[4 * j + i]);
     __syncthreads();
 
     // Each thread takes 16 bytes of a row of y at a time: 8 rows of W, 16 with gate and up, 4 in fp32.
