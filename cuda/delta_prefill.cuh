@@ -31,7 +31,7 @@ DEVICE u32 unit_128(u32 base, int row, int unit) { return base + (u32)(row * 128
 DEVICE u32 unit_64(u32 base, int row, int unit) { return base + (u32)(row * 64 + (unit ^ (row / 2 & 3)) * 16); }
 
 // x sigmoid(x) in five instructions: relative error of a few 2^-22, and 0 below -87.
-DEVICE float silu_fast(float x) {
+DEVICE float silu_short(float x) {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + exp2_fast(x * -1.4426950408889634f)));
     return x * inverse;

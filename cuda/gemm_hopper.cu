@@ -100,7 +100,7 @@ template <int N> DEVICE void gemm_output(const Gemm &p, float (&sums)[N / 2], u3
         }
     } else if (p.output == OUTPUT_SILU) {
         // Columns 0 to 7 of each 16 are gates, the others what they are for; a thread has the same of both.
-        auto gated = [&](const float *s) { return __fdividef(s[0], 1.0f + __expf(-s[0])) * s[4]; };
+        auto gated = [&](const float *s) { return silu_fast(s[0]) * s[4]; };
 #pragma unroll
         for (int j = 0; j < N / 8; j += 8) {
             u32 to = begin();

@@ -86,9 +86,6 @@ DEVICE void copy_async_arrive(u32 barrier) {
 
 DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// As silu(), the division to two units in the last place.
-DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
 // ---- tiles ----
 
 struct Tile {
