@@ -72,7 +72,6 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     constexpr int TASKS = (CHANNELS + THREADS - 1) / THREADS;
     __shared__ __align__(16) float conv[2][CHANNELS];
     __shared__ float outputs[2][ROWS];
-    __shared__ float squares[2][4];
 
     int head = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT, tid = threadIdx.x;
     int lane = tid & 31, warp = tid >> 5, sub = lane & 7, row = 8 * warp + (lane >> 3); // and row + 4
@@ -200,6 +199,7 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
         sum = warp_sum(sum);
 #if __CUDA_ARCH__ >= 900
         if (SPLIT > 1) {
+            __shared__ float squares[2][4];
             cluster_share(squares[t & 1], part, SPLIT, sum);
             sum = 0.0f;
 #pragma unroll
