@@ -328,7 +328,13 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         if (first) {
             have = write ? 0 : sequence.pending;
             fresh = sequence.context == sequence.pending;
-            if (sequence.pending > 0) barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            if (sequence.pending > 0) {
+                // A parity tells two neighbouring phases of a barrier apart, no more, and of two groups one may be here before the
+                // state that takes this stage first has come: its token (there is one a state) is through before.
+                u32 before = n - STAGES;
+                if (GROUPS > 1 && n >= STAGES) barrier_wait(shared_address(&done[before % TURNS]), before / TURNS & 1);
+                barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            }
         } else {
             finish(n - GROUPS); // its pair is one of this token's
             group_sync(own_group);
