@@ -233,7 +233,7 @@ DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memor
 
 #if __CUDA_ARCH__ >= 900
 // Before a kernel's first cluster_share: another block's shared memory is there once it has started. Said early and waited for
-// late, it costs nothing.
+// late, that takes 0.1 us.
 DEVICE void cluster_say_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
