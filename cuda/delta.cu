@@ -72,7 +72,6 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     constexpr int TASKS = (CHANNELS + THREADS - 1) / THREADS;
     __shared__ __align__(16) float conv[2][CHANNELS];
     __shared__ float outputs[2][ROWS];
-    __shared__ float squares[2][4];
 
     int head = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT, tid = threadIdx.x;
     int lane = tid & 31, warp = tid >> 5, sub = lane & 7, row = 8 * warp + (lane >> 3); // and row + 4
@@ -97,6 +96,9 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     Sequence sequence = sequences[blockIdx.y];
     // Whole clusters leave together: all its blocks see the same sequence.
     if (sequence.slot < 0) return;
+#if __CUDA_ARCH__ >= 900
+    if (SPLIT > 1) cluster_say_started();
+#endif
 
     // The state, before the wait: only this kernel, a step ago, wrote it.
     u64 base = ((u64)(sequence.slot * (u64)shape.value_heads + head) * DV + first_row) * (DK / 4) + sub;
@@ -122,6 +124,9 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
     float weight = tid < ROWS ? norm_weight[part * ROWS + tid] : 0.0f;
     bool keeps_window = sequence.count <= shape.ring - 3;
 
+#if __CUDA_ARCH__ >= 900
+    if (SPLIT > 1) cluster_wait_started();
+#endif
     wait_for_previous_kernel();
     for (int t = 0; t < sequence.count; t++) {
         const f16 *input = mixed + (u64)(sequence.start + t) * shape.pitch;
@@ -194,6 +199,7 @@ DEVICE void delta_128(const f16 *mixed, const float *taps, const float *a_log, c
         sum = warp_sum(sum);
 #if __CUDA_ARCH__ >= 900
         if (SPLIT > 1) {
+            __shared__ float squares[2][4];
             cluster_share(squares[t & 1], part, SPLIT, sum);
             sum = 0.0f;
 #pragma unroll

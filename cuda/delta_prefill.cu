@@ -107,7 +107,7 @@ KERNEL __launch_bounds__(128) delta_prepare(const f16 *mixed, const float *taps,
                 unpack_half8(inputs[i], u);
 #pragma unroll
                 for (int e = 0; e < 8; e++) {
-                    c[e] = silu_fast(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
+                    c[e] = silu_short(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
                     history[0][e] = history[1][e], history[1][e] = history[2][e], history[2][e] = u[e];
                     squares += c[e] * c[e];
                 }
@@ -460,8 +460,8 @@ KERNEL __launch_bounds__(128) delta_finish(const float *o, const f16 *mixed, con
         float2 low = unpack_half2(packed.x), high = unpack_half2(packed.y);
         float scale = rsqrtf(warp_sum(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w) / HEAD + shape.eps);
         *(uint2 *)(out + row * width + head * HEAD + lane * 4) =
-            make_uint2(pack_half2(x.x * scale * w.x * silu_fast(low.x), x.y * scale * w.y * silu_fast(low.y)),
-                       pack_half2(x.z * scale * w.z * silu_fast(high.x), x.w * scale * w.w * silu_fast(high.y)));
+            make_uint2(pack_half2(x.x * scale * w.x * silu_short(low.x), x.y * scale * w.y * silu_short(low.y)),
+                       pack_half2(x.z * scale * w.z * silu_short(high.x), x.w * scale * w.w * silu_short(high.y)));
     }
     if (chunk.y + CHUNK >= piece.count) keep_window(mixed, window, piece, shape, head * 128 + threadIdx.x, shape.value_heads * 128);
 }

@@ -30,15 +30,8 @@ DEVICE u32 unit_256(u32 base, int row, int unit) { return base + (u32)(row * 256
 DEVICE u32 unit_128(u32 base, int row, int unit) { return base + (u32)(row * 128 + (unit ^ (row & 7)) * 16); }
 DEVICE u32 unit_64(u32 base, int row, int unit) { return base + (u32)(row * 64 + (unit ^ (row / 2 & 3)) * 16); }
 
-DEVICE void store_shared(u32 to, u32 value) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory"); }
-DEVICE u32 load_shared(u32 from) {
-    u32 value;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-    return value;
-}
-
 // x sigmoid(x) in five instructions: relative error of a few 2^-22, and 0 below -87.
-DEVICE float silu_fast(float x) {
+DEVICE float silu_short(float x) {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + exp2_fast(x * -1.4426950408889634f)));
     return x * inverse;

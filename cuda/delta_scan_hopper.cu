@@ -17,17 +17,18 @@
 KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in, const f16 *w_in, const f16 *p_in,
                                                 const float *g_in, void *state, float *o, const Piece *pieces, const Shape shape) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES + 6];
+    __shared__ __align__(8) u64 barriers[3 * STAGES + 6];
     u32 stages = shared_address(shared), s_tiles = stages + STAGES * STAGE_BYTES, v_tiles = s_tiles + 2 * HEAD * 64;
     u32 scaled_tile = v_tiles + 2 * CHUNK * 64;
-    u32 filled = shared_address(barriers), free = filled + 8 * STAGES; // by stage
-    u32 state_ready = free + 8 * STAGES, values_ready = state_ready + 16, done = values_ready + 16; // by parity
+    u32 filled = shared_address(barriers), free = filled + 8 * STAGES, both_free = free + 8 * STAGES; // by stage
+    u32 state_ready = both_free + 8 * STAGES, values_ready = state_ready + 16, done = values_ready + 16; // by parity
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, role = threadIdx.x / 128; // 0 carries, 1 outputs, 2 copies
     u32 rank = cluster_rank();
+    // Every thread arrives for itself: what a lane says for its warp, racecheck does not follow.
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(filled + 8 * i, 1), barrier_init(free + 8 * i, 8 * CLUSTER);
+        for (int i = 0; i < STAGES; i++) barrier_init(filled + 8 * i, 1), barrier_init(free + 8 * i, 256), barrier_init(both_free + 8 * i, 1);
         for (int i = 0; i < 2; i++) {
-            barrier_init(state_ready + 8 * i, 1), barrier_init(values_ready + 8 * i, 1), barrier_init(done + 8 * i, 4);
+            barrier_init(state_ready + 8 * i, 128), barrier_init(values_ready + 8 * i, 128), barrier_init(done + 8 * i, 128);
         }
         barrier_init_fence();
     }
@@ -40,10 +41,7 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in
     int chunk_count = (piece.count + CHUNK - 1) / CHUNK;
     auto stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_BYTES; };
     auto wait_stage = [&](int chunk) { barrier_wait(filled + chunk % STAGES * 8, chunk / STAGES & 1); };
-    auto free_stage = [&](int chunk) { // a warp is done with it
-        __syncwarp();
-        if (lane < CLUSTER) barrier_arrive_at(free + chunk % STAGES * 8, lane);
-    };
+    auto free_stage = [&](int chunk) { barrier_arrive(free + chunk % STAGES * 8); };
     // In a stage: W, Q, K, P, U of these columns, G.
     constexpr u32 Q = TILE * 2, K = 2 * Q, P = 3 * Q, U = P + P_TILE * 2, G = U + TILE * 2 / SPLIT;
 
@@ -55,7 +53,12 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in
                 u32 part = rank * (TILE / CLUSTER), p_part = rank * (P_TILE / CLUSTER);
                 u64 index = piece.first_chunk + chunk, tile = index * shape.value_heads + head;
                 const f16 *q = conv + (index * heads + key_head) * TILE, *k = q + (u64)shape.key_heads * TILE;
-                barrier_wait(free + chunk % STAGES * 8, (chunk / STAGES & 1) ^ 1);
+                if (chunk >= STAGES) { // this block is done with what was there, and then the other
+                    u32 slot = chunk % STAGES * 8, parity = (chunk / STAGES & 1) ^ 1;
+                    barrier_wait(free + slot, parity);
+                    barrier_arrive_at(both_free + slot, rank ^ 1);
+                    barrier_wait(both_free + slot, parity);
+                }
                 barrier_expect(barrier, STAGE_BYTES);
                 copy_bulk_to_all(to + part * 2, w_in + tile * TILE + part, TILE * 2 / CLUSTER, barrier, CLUSTER);
                 copy_bulk(to + U, u_in + tile * TILE + slice * (TILE / SPLIT), TILE * 2 / SPLIT, barrier);
@@ -83,17 +86,17 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in
             u32 rows[HEAD / 16][4], u[2][4], keys[CHUNK / 16][2][4];
             barrier_wait(done + 8 * parity, (chunk / 2 & 1) ^ 1); // the outputs of the chunk before last
             store_state_half(s_tile, s, warp);
+            barrier_arrive(state_ready + 8 * parity);
             wait_stage(chunk);
             load_rows(rows, at, warp);
             load_inputs(u, at + U, warp);
             asm volatile("bar.sync %0, 128;" ::"n"(CARRIERS) : "memory");
-            if (threadIdx.x == 0) barrier_arrive(state_ready + 8 * parity);
             float product[4][4];
             multiply_state(product, rows, s_tile);
             load_keys(keys, at + K, warp);
             store_values(product, u, g, v_tile, scaled_tile, warp);
+            barrier_arrive(values_ready + 8 * parity);
             asm volatile("bar.sync %0, 128;" ::"n"(CARRIERS) : "memory");
-            if (threadIdx.x == 0) barrier_arrive(values_ready + 8 * parity);
             update_state(s, keys, scaled_tile, __expf(g[CHUNK - 1]));
             free_stage(chunk);
         }
@@ -120,7 +123,7 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in
             barrier_wait(values_ready + 8 * parity, chunk / 2 & 1);
             add_inside(sum, weights, v_tiles + parity * CHUNK * 64, warp);
             free_stage(chunk);
-            if (lane == 0) barrier_arrive(done + 8 * parity);
+            barrier_arrive(done + 8 * parity);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int token = chunk * CHUNK + warp * 16 + lane / 4 + half * 8;

@@ -65,23 +65,12 @@ DEVICE void fold(float4 *rows, const float *pairs, int count, bool fresh, int ro
 // at the states behind those. A group's token takes it longer than the rows take: hence two.
 #define MAIN_THREADS 128
 #define SIDE_THREADS 128
-#define BOTH (MAIN_THREADS + SIDE_THREADS)
 #define THREADS(GROUPS) (MAIN_THREADS + GROUPS * SIDE_THREADS + 32)
-// Named barriers, each the first of several: a group among itself; a token is prepared; its rows are through.
-#define SIDE 1
-#define READY 4
-#define DONE 8
 
-// Both count whole warps, so a warp that a loop or a branch may have split comes together first.
-DEVICE void named_sync(int id, int threads) {
+// A group's own barrier. It counts whole warps, so a warp that a loop or a branch may have split comes together first.
+DEVICE void group_sync(int group) {
     __syncwarp();
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-DEVICE void named_arrive(int id, int threads) {
-    __syncwarp();
-    // Arriving alone orders no memory.
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(SIDE_THREADS) : "memory");
 }
 
 // A token as the preparing warps leave it to the others. `have`: pairs in shared memory; < 0 ends the walk.
@@ -102,16 +91,19 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
     constexpr int STAGE_BYTES = STATE_BYTES + PAIRS * PAIR_BYTES, TURNS = 2 * GROUPS; // tokens under way
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ __align__(16) Token<PAIRS> tokens[TURNS];
-    __shared__ __align__(8) u64 arrived[STAGES], left[STAGES];
+    __shared__ __align__(8) u64 arrived[STAGES], left[STAGES]; // states
+    __shared__ __align__(8) u64 ready[TURNS], done[TURNS];     // tokens: prepared; their rows are through
 
     int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     int heads = shape.value_heads, group = heads / shape.key_heads, tasks = count * heads;
     let_next_kernel_start();
+    // Every thread arrives for itself: what a lane says for its warp, racecheck does not follow.
     if (tid == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared_address(&arrived[i]), 1);
-            barrier_init(shared_address(&left[i]), MAIN_THREADS / 32);
-        }
+        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(&arrived[i]), 1), barrier_init(shared_address(&left[i]), MAIN_THREADS);
+        barrier_init_fence();
+    }
+    if (tid == 32) {
+        for (int i = 0; i < TURNS; i++) barrier_init(shared_address(&ready[i]), SIDE_THREADS), barrier_init(shared_address(&done[i]), MAIN_THREADS);
         barrier_init_fence();
     }
     __syncthreads();
@@ -151,19 +143,20 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
             Sequence sequence = find(task);
             if (!sequence.write) continue;
             float *to = state + ((u64)sequence.slot * heads + task % heads) * (HEAD * HEAD);
-            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                         "r"(shared_address(stages + (behind % STAGES) * STAGE_BYTES)), "n"(STATE_BYTES) : "memory");
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            store_bulk(to, shared_address(stages + (behind % STAGES) * STAGE_BYTES), STATE_BYTES);
+            store_commit();
+            store_wait_read<0>();
         }
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        store_wait();
         return;
     }
 
     if (tid < MAIN_THREADS) { // rows of the state
         int sub = lane & 7, row = 4 * ROWS * warp + (lane >> 3);
-        for (int i = 0, turn = 0;; turn = (turn + 1) % TURNS) {
-            named_sync(READY + turn, BOTH);
+        u32 i = 0;
+        for (u32 n = 0;; n++) { // the block's n-th token
+            u32 turn = n % TURNS;
+            barrier_wait(shared_address(&ready[turn]), n / TURNS & 1);
             Token<PAIRS> &token = tokens[turn];
             int have = token.have;
             if (have < 0) return;
@@ -175,7 +168,7 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
                 // Each thread reads below what it writes here.
                 fold(rows, kept, token.pending, fresh, row, sub);
                 fresh = false;
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the copy engine reads it too
+                shared_write_fence(); // the copy engine reads it too
             }
             float4 q[4], k[4];
 #pragma unroll
@@ -222,17 +215,14 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
                 token.updates[own] = delta;
                 token.outputs[own] = mine_q + token.by_q[have] * delta;
             }
-            named_arrive(DONE + turn, BOTH);
-            if (!last) continue;
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&left[i % STAGES]));
-            i++;
+            barrier_arrive(shared_address(&done[turn]));
+            if (last) barrier_arrive(shared_address(&left[i++ % STAGES]));
         }
     }
 
     // Preparation and end of each token. Thread t owns channel t of q, of k and of v, and output t.
     int at = tid % SIDE_THREADS, key_channels = shape.key_heads * HEAD, channels = 2 * key_channels + heads * HEAD;
-    int own_group = tid / SIDE_THREADS - 1;
+    int own_group = GROUPS == 1 ? 0 : tid / SIDE_THREADS - 1;
     warp %= SIDE_THREADS / 32;
     wait_for_previous_kernel();
     float weight = norm_weight[at];
@@ -276,8 +266,9 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         f16 *out;
         float log, gate;
     } before = {};
-    auto finish = [&](int turn) {
-        named_sync(DONE + turn, BOTH);
+    auto finish = [&](u32 n) {
+        u32 turn = n % TURNS;
+        barrier_wait(shared_address(&done[turn]), n / TURNS & 1);
         const Token<PAIRS> &token = tokens[turn];
         float key = token.conv[HEAD + at] * token.k_scale, update = token.updates[at];
         before.pair[at] = key, before.pair[HEAD + at] = update;
@@ -285,7 +276,7 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         if (before.beside) {
             before.beside[at] = key, before.beside[HEAD + at] = update;
             if (at == 0) before.beside[2 * HEAD] = before.log;
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // a state comes here later
+            shared_write_fence(); // a state comes here later
         }
         float4 o = ((const float4 *)token.outputs)[lane];
         float squares = warp_sum(dot4(o, o));
@@ -298,14 +289,15 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
     bool fresh = true;
     Sequence sequence = find(task(own_group)), following = find(task(own_group + GROUPS));
     load(sequence, head, 0);
-    for (int i = own_group, step = 0, turn = own_group, any = 0;; turn = (turn + GROUPS) % TURNS, any = 1) {
-        Token<PAIRS> &token = tokens[turn];
-        int turn_before = turn ^ GROUPS;
+    u32 n = own_group; // the block's n-th token
+    for (int i = own_group, step = 0;; n += GROUPS) {
+        bool any = n >= GROUPS; // before it
+        Token<PAIRS> &token = tokens[n % TURNS];
         if (sequence.slot < 0) {
-            if (any) finish(turn_before);
+            if (any) finish(n - GROUPS);
             if (i == 0 || find(task(i - 1)).slot >= 0) { // the walk ends here, not at the other group's token
                 if (at == 0) token.have = -1;
-                named_arrive(READY + turn, BOTH);
+                barrier_arrive(shared_address(&ready[n % TURNS]));
             }
             return;
         }
@@ -327,7 +319,7 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         int next_head = head + stride < heads ? head + stride : head + stride - heads;
         load(last ? following : sequence, last ? next_head : head, last ? 0 : step + 1);
         Sequence upcoming = find(task(i + 2 * GROUPS));
-        named_sync(SIDE + own_group, SIDE_THREADS);
+        group_sync(own_group);
 
         float4 q = ((const float4 *)token.conv)[lane], k = ((const float4 *)token.conv)[HEAD / 4 + lane];
         float q_scale = rsqrtf(warp_sum(dot4(q, q)) + 1e-6f) * 0.08838834764831845f; // 1 / sqrt(128)
@@ -336,10 +328,16 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         if (first) {
             have = write ? 0 : sequence.pending;
             fresh = sequence.context == sequence.pending;
-            if (sequence.pending > 0) barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            if (sequence.pending > 0) {
+                // A parity tells two neighbouring phases of a barrier apart, no more, and of two groups one may be here before the
+                // state that takes this stage first has come: its token (there is one a state) is through before.
+                u32 before = n - STAGES;
+                if (GROUPS > 1 && n >= STAGES) barrier_wait(shared_address(&done[before % TURNS]), before / TURNS & 1);
+                barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            }
         } else {
-            finish(turn_before); // its pair is one of this token's
-            named_sync(SIDE + own_group, SIDE_THREADS);
+            finish(n - GROUPS); // its pair is one of this token's
+            group_sync(own_group);
         }
         float log = (have > 0 ? kept[(have - 1) * PAIR + 2 * HEAD] : 0.0f) + log_decay;
         // Warp w: the products with pairs w, w + 4.., and behind the last pair q with k.
@@ -356,11 +354,10 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
             token.have = have, token.pending = sequence.pending, token.first = first, token.last = last;
             token.write = write, token.fresh = fresh;
         }
-        named_arrive(READY + turn, BOTH);
-        if (any && first) finish(turn_before);
+        barrier_arrive(shared_address(&ready[n % TURNS]));
+        if (any && first) finish(n - GROUPS);
 
-        float *pair = pairs + (((u64)sequence.slot * heads + head) * capacity + have) * PAIR;
-        before = {pair, last ? nullptr : kept + have * PAIR,
+        before = {pairs + (((u64)sequence.slot * heads + head) * capacity + have) * PAIR, last ? nullptr : kept + have * PAIR,
                   out + ((u64)(sequence.start + step) * heads + head) * HEAD, log, gate};
         have++;
         if (write) fresh = false;
@@ -398,6 +395,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     let_next_kernel_start();
     Sequence sequence = sequences[blockIdx.y];
     if (sequence.slot < 0) return; // the whole cluster
+    cluster_say_started();
     u64 at = (u64)sequence.slot * heads + head;
     bool fresh = sequence.context == sequence.pending;
 
@@ -436,6 +434,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     }
     float rate = a_log[head], bias = dt_bias[head], weight = tid < PART_ROWS ? norm_weight[part * PART_ROWS + tid] : 0.0f;
 
+    cluster_wait_started();
     wait_for_previous_kernel();
     const f16 *input = mixed + (u64)sequence.start * shape.pitch, *gates = input + channels + heads * HEAD;
     f16 b = gates[head], a = gates[heads + head], z = 0;

@@ -67,6 +67,7 @@ DEVICE uint4 pack_half8(const float *in) {
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
+DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); } // the division to two units in the last place
 
 // 2^x, to two units in the last place; denormal results are zero.
 DEVICE float exp2_fast(float x) {
@@ -111,6 +112,14 @@ DEVICE uint4 load_streaming(const void *from) {
 
 DEVICE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+DEVICE u32 load_shared(u32 address) {
+    u32 out;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
+    return out;
+}
+DEVICE void store_shared(u32 address, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory"); }
+DEVICE void store_shared(u32 address, float value) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory"); }
+
 // 16 bytes from global to shared memory, past the L1; with `valid` false the destination is filled with zeros.
 DEVICE void copy_async_16(u32 to, const void *from, bool valid = true) {
     int bytes = valid ? 16 : 0;
@@ -145,6 +154,18 @@ DEVICE void load_matrix_x4_transposed(u32 (&out)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(address) : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+DEVICE void store_matrix_x4_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+#endif
 
 // ---- launches that overlap (programmatic dependent launch) ----
 
@@ -192,11 +213,30 @@ DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+
+// Makes this thread's writes to shared memory visible to the copy engine and the tensor cores; a barrier must follow.
+DEVICE void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The other way, as a part of this thread's current group of stores.
+DEVICE void store_bulk(void *to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most `Pending` of this thread's latest groups still read shared memory; until all are written.
+template <int Pending> DEVICE void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory"); }
+DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 #endif
 
 // ---- clusters ----
 
 #if __CUDA_ARCH__ >= 900
+// Before a kernel's first cluster_share: another block's shared memory is there once it has started. Said early and waited for
+// late, that takes 0.1 us.
+DEVICE void cluster_say_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Thread t < size writes this block's value into block t's slots[rank], and all wait for all.
 DEVICE void cluster_share(float *slots, int rank, int size, float value) {
     if (threadIdx.x < size) {

@@ -66,11 +66,6 @@ DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
 
 // ---- shared memory ----
 
-DEVICE u32 load_shared(u32 address) {
-    u32 out;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
-    return out;
-}
 DEVICE uint2 load_shared2(u32 address) {
     uint2 out;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(address) : "memory");
@@ -81,13 +76,6 @@ DEVICE u32 load_shared_byte(u32 address) {
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
     return out;
 }
-DEVICE void store_shared(u32 address, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-// 8x8 matrices of halves, transposed; lane l gives the address of row l % 8 of matrix l / 8.
-DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
 DEVICE void copy_async_8(u32 to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
@@ -96,34 +84,7 @@ DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- boxes from shared memory to a tensor; what lies outside it is left out ----
-
-DEVICE void store_box(const TensorMap *map, u32 from, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-DEVICE void add_box(const TensorMap *map, u32 from, int x, int y, int z, int w) {
-    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
 DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be written again.
-DEVICE void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-DEVICE void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// An address of this block's shared memory, in block `rank` of the cluster, and an arrival there.
-DEVICE u32 address_in_block(u32 address, u32 rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-DEVICE void barrier_arrive_cluster(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// As silu(), the division to two units in the last place.
-DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // ---- tiles ----
 
@@ -260,7 +221,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
     bool leader = w == 0 && lane == 0;
     auto together = [&] { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); };
     auto begin = [&] { // the copy engine has read what was there
-        if (leader) store_wait_read();
+        if (leader) store_wait_read<0>();
         together();
     };
     auto end = [&] {
@@ -281,7 +242,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
 #pragma unroll
         for (int j = 0; j < N / 8; j += 2) {
             const float *v = acc + 4 * j;
-            store_matrix_x4(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]), pack_half2(v[6], v[7]));
+            store_matrix_x4_transposed(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]), pack_half2(v[6], v[7]));
         }
         end();
         if (leader) store_box(&p.y, out, column, row, tile.part, 0), store_commit();
@@ -293,7 +254,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
         for (int j = 0; j < N / 8; j++)
             gated[j] = pack_half2(silu_fast(acc[4 * j]) * acc[4 * j + 2], silu_fast(acc[4 * j + 1]) * acc[4 * j + 3]);
 #pragma unroll
-        for (int j = 0; j < N / 8; j += 4) store_matrix_x4(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
+        for (int j = 0; j < N / 8; j += 4) store_matrix_x4_transposed(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
         end();
         if (leader) store_box(&p.y, out, column / 2, row, tile.part, 0), store_commit();
     } else { // half of the rows at a time, 32 columns a box
@@ -339,7 +300,7 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles
     // A lane for each block of the cluster says that this warp is done with a slot.
     u32 release_at = address_in_block(empty, lane < CLUSTER ? lane : 0);
     auto release = [&](u32 slot) {
-        if (lane < CLUSTER) barrier_arrive_cluster(release_at + 8 * slot);
+        if (lane < CLUSTER) barrier_arrive_in_block(release_at + 8 * slot);
     };
     Place<R::SLOTS> at(0);
     float acc[N / 2];

@@ -10,6 +10,7 @@
 // Grid: parts of k, tiles of x, tiles of W. Where the output takes no parts, the parts of k are a cluster and sum through its
 // shared memory. Scales are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint. GROUPS, the
 // groups that touch 128 columns: 1 for those of 128 and more, 4 for smaller ones.
+#include "cluster.cuh"
 #include "int4.cuh"
 #include "wgmma.cuh"
 
@@ -41,14 +42,11 @@ DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
 
 // ---- clusters ----
 
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // The float4 at a shared-memory address of the cluster's block `rank`.
 DEVICE float4 load_from_block(u32 address, u32 rank) {
     float4 out;
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
-                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(address), "r"(rank) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(address_in_block(address, rank)) : "memory");
     return out;
 }
 

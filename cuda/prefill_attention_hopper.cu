@@ -233,9 +233,8 @@ DEVICE void consume(const f16 *q, int q_stride, const f16 *gate, int gate_stride
         float inverse = 1.0f / sum;
 #pragma unroll
         for (int i = 0; i < D / 8; i++)
-            asm volatile("st.shared.b32 [%0], %1;"
-                         ::"r"(unit_address(q_tile, Q_PANEL, warp * 16 + lane / 4 + row * 8, i) + lane % 4 * 4),
-                         "r"(pack_half2(o[i * 4 + row * 2] * inverse, o[i * 4 + row * 2 + 1] * inverse)) : "memory");
+            store_shared(unit_address(q_tile, Q_PANEL, warp * 16 + lane / 4 + row * 8, i) + lane % 4 * 4,
+                         pack_half2(o[i * 4 + row * 2] * inverse, o[i * 4 + row * 2 + 1] * inverse));
     }
     named_sync(GROUP + group, 128);
     // Eight units of a thread at a time, their gates all asked for before the first is used.

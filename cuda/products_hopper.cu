@@ -9,7 +9,7 @@
 //
 // Tails in n and k are zeros from the copy engine; n and k are multiples of 8. Of x a block asks for `x_rows` rows: what else it
 // multiplies is in columns of the product that nobody looks at either.
-// grid (tiles of W, parts of k, tiles of N rows of x).
+// grid (tiles of W, parts of k); all rows of x are in each block.
 #include "products_hopper.cuh"
 
 DEVICE float4 load_shared4(u32 address) {
@@ -25,7 +25,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     u32 base = (shared_address(shared) + 1023) & ~1023u, full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
     u32 stages = p.stages, w_bytes = p.block_rows * 128, stage = w_bytes + N * 128;
     u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    u32 row0 = blockIdx.x * p.block_rows, x0 = blockIdx.z * N;
+    u32 row0 = blockIdx.x * p.block_rows;
     u32 blocks = (p.k + 63) / 64, begin = blocks * blockIdx.y / p.parts, count = blocks * (blockIdx.y + 1) / p.parts - begin;
     u32 filled = count < stages ? count : stages; // before the ring comes round
     bool producer = threadIdx.x == 32 * WARPS;
@@ -35,7 +35,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
         copy_box(base + slot * stage, p.w, (begin + i) * 64, row0, full + 8 * slot, EVICT_FIRST);
     };
     auto ask_x = [&](u32 i, u32 slot) {
-        copy_box(base + slot * stage + w_bytes, p.x, (begin + i) * 64, x0, full + 8 * slot, EVICT_LAST);
+        copy_box(base + slot * stage + w_bytes, p.x, (begin + i) * 64, 0, full + 8 * slot, EVICT_LAST);
     };
     if (producer) {
         for (u32 i = 0; i < stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
@@ -86,17 +86,17 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1))), "f"(acc[4 * j + i]) : "memory");
+            store_shared(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1)), acc[4 * j + i]);
     __syncthreads();
 
     // Each thread takes 16 bytes of a row of y at a time: 8 rows of W, 16 with gate and up, 4 in fp32.
-    u32 w_rows = p.n - row0 < p.block_rows ? p.n - row0 : p.block_rows, here = p.rows - x0 < N ? p.rows - x0 : N;
+    u32 w_rows = p.n - row0 < p.block_rows ? p.n - row0 : p.block_rows;
     auto sum4 = [&](u32 x_row, u32 w_row) {
         float4 sum = load_shared4(base + 4 * (x_row * PITCH + w_row));
         return p.bias ? add4(sum, *(const float4 *)(p.bias + row0 + w_row)) : sum;
     };
     if (p.output == OUTPUT_BEST) { // a warp a row
-        for (u32 x_row = warp; x_row < here; x_row += WARPS) {
+        for (u32 x_row = warp; x_row < p.rows; x_row += WARPS) {
             Best best = no_best();
             for (u32 w_row = 4 * lane; w_row < w_rows; w_row += 128) {
                 float4 sum = sum4(x_row, w_row);
@@ -106,14 +106,14 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
                 if (w_row + 3 < w_rows) take(best, sum.w, row0 + w_row + 3);
             }
             u64 key = warp_best(best_key(best));
-            if (lane == 0) atomicMax((u64 *)p.y + x0 + x_row, key);
+            if (lane == 0) atomicMax((u64 *)p.y + x_row, key);
         }
         return;
     }
     u32 each = p.output == OUTPUT_SILU ? 16 : p.output == OUTPUT_HALF ? 8 : 4, units = w_rows / each;
-    for (u32 i = threadIdx.x; i < here * units; i += 32 * WARPS) {
+    for (u32 i = threadIdx.x; i < p.rows * units; i += 32 * WARPS) {
         u32 x_row = i / units, w_row = (i - x_row * units) * each;
-        u64 y_row = (u64)(x0 + x_row) * p.stride;
+        u64 y_row = (u64)x_row * p.stride;
         float4 a = sum4(x_row, w_row);
         if (p.output == OUTPUT_SILU) {
             float4 b = sum4(x_row, w_row + 4), up_a = sum4(x_row, w_row + 8), up_b = sum4(x_row, w_row + 12);

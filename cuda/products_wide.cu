@@ -28,8 +28,6 @@ DEVICE void copy_box_to_both(u32 to, const TensorMap &map, u32 column, u32 row, 
 #define MOVES_REGISTERS(N, TILES) (N * TILES > 256)
 #define THREADS(N, TILES) (32 * CONSUMER_WARPS + (MOVES_REGISTERS(N, TILES) ? 128 : 32))
 
-DEVICE void store_shared(u32 to, u32 word) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }
-
 template <int N, int TILES> DEVICE void wide_product(const BatchProduct &p) {
     constexpr u32 ROWS = 64 * GROUPS * TILES;
     extern __shared__ u8 shared[];

@@ -35,9 +35,6 @@ template <int N> DEVICE void hold(float (&registers)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Makes this thread's writes to shared memory visible to the tensor cores; a barrier must follow.
-DEVICE void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // d[64x80] (+)= a[64x16] b[80x16]^T; a and b in shared memory, both with the 16 contiguous. `accumulate` 0 starts from zero.
 DEVICE void wgmma_64x80(float (&d)[40], u64 a, u64 b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"

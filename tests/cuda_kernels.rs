@@ -304,6 +304,29 @@ fn attention_of_single_rows_matches() {
     }
 }
 
+const DELTA_SHAPE: DeltaNet =
+    DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_width: 4 };
+
+/// Of what the recurrence takes; the products beside it are empty.
+fn delta_weights(gpu: &Gpu, rng: &mut ChaCha8Rng, channels: usize) -> DeltaWeights {
+    let mut upload = |count: usize, scale: f32| gpu.upload(&noise(rng, count, scale)).unwrap();
+    DeltaWeights {
+        input: Vec::new(),
+        taps: upload(4 * channels, 0.5),
+        a_log: upload(32, 1.0),
+        dt_bias: upload(32, 1.0),
+        norm: upload(128, 1.0),
+        output: Matrix {
+            format: MatrixFormat::F16,
+            rows: 0,
+            cols: 0,
+            weights: gpu.allocate(16).unwrap(),
+            scales: None,
+            bias: None,
+        },
+    }
+}
+
 /// The decode step that leaves states unwritten for a few tokens, against the one that writes them with every token: over
 /// steps that sequences join at different times, for several intervals, and after all states are settled.
 #[test]
@@ -316,28 +339,13 @@ fn states_left_behind_match_states_written_with_every_token() {
 
 fn states_left_behind(gpu: &Gpu, slots: i32, real: i32, padded: i32) {
     let mut rng = ChaCha8Rng::seed_from_u64(8);
-    let shape = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_width: 4 };
+    let shape = DELTA_SHAPE;
     let (channels, pitch) = (shape.conv_channels(), shape.conv_channels() + shape.value_size() + 64);
     let steps = 21;
     let mut order: Vec<i32> = (0..slots).collect();
     order.shuffle(&mut rng);
     let upload = |values: &[f32]| gpu.upload(values).unwrap();
-    let no_matrix = || Matrix {
-        format: MatrixFormat::F16,
-        rows: 0,
-        cols: 0,
-        weights: gpu.allocate(16).unwrap(),
-        scales: None,
-        bias: None,
-    };
-    let weights = DeltaWeights {
-        input: Vec::new(),
-        taps: upload(&noise(&mut rng, 4 * channels, 0.5)),
-        a_log: upload(&noise(&mut rng, 32, 1.0)),
-        dt_bias: upload(&noise(&mut rng, 32, 1.0)),
-        norm: upload(&noise(&mut rng, 128, 1.0)),
-        output: no_matrix(),
-    };
+    let weights = delta_weights(gpu, &mut rng, channels);
     let mixed: Vec<_> = (0..steps)
         .map(|_| gpu.upload(&halves(&noise(&mut rng, padded as usize * pitch, 1.0))).unwrap())
         .collect();
@@ -414,6 +422,64 @@ fn states_left_behind(gpu: &Gpu, slots: i32, real: i32, padded: i32) {
                 error < limit,
                 "interval {interval}: item {index} of {steps} outputs, state, window: {error:.2e}"
             );
+        }
+    }
+}
+
+/// New sequences among old ones, so that what prepares tokens runs ahead of the states that are still to come: the kernel for many
+/// sequences against the one for few, again and again. A step here writes nothing that it reads.
+#[test]
+fn new_sequences_among_old_ones_disturb_nothing() {
+    let Some(gpu) = gpu("new_sequences_among_old_ones_disturb_nothing") else { return };
+    let (mut rng, shape) = (ChaCha8Rng::seed_from_u64(9), DELTA_SHAPE);
+    if !Delta::defers(&gpu, &shape, CacheDtype::F32, false) {
+        return skip("new_sequences_among_old_ones_disturb_nothing", "states are written with every token");
+    }
+    // So many states do not fit the L2.
+    const SEQUENCES: usize = 60;
+    let (channels, pitch) = (shape.conv_channels(), shape.conv_channels() + shape.value_size() + 64);
+    let delta = Delta::new(&gpu, &shape, CacheDtype::F32, 1e-6, pitch, 4, 8, false).unwrap();
+    let weights = delta_weights(&gpu, &mut rng, channels);
+    let mixed = gpu.upload(&halves(&noise(&mut rng, SEQUENCES * pitch, 1.0))).unwrap();
+    let state = noise(&mut rng, SEQUENCES / 5 * shape.state_elements(), 0.1).repeat(5);
+    let window = halves(&noise(&mut rng, SEQUENCES * 4 * channels, 1.0));
+    // Key, correction, logarithm of the decay since the stored state.
+    let mut pairs = Vec::new();
+    for i in 0..SEQUENCES * shape.value_heads * delta.capacity() {
+        pairs.extend(noise(&mut rng, 128, 0.1));
+        pairs.extend(noise(&mut rng, 128, 1.0));
+        pairs.extend([-0.1 * (i % delta.capacity() + 1) as f32, 0.0, 0.0, 0.0]);
+    }
+    let (state, window) = (gpu.upload(&state).unwrap(), gpu.upload(&window).unwrap());
+    let pairs = gpu.upload(&pairs).unwrap();
+    let pools = StatePools { state: state.pointer(), window: window.pointer(), pairs: pairs.pointer() };
+    let size = SEQUENCES * shape.value_size();
+    let out = gpu.allocate_zeroed(2 * size as u64).unwrap();
+    let stream = Stream::new(&gpu).unwrap();
+    let step = |sequences: &[DeltaSequence]| {
+        let (list, count) = (gpu.upload(sequences).unwrap(), sequences.len());
+        let (mixed, group) = (mixed.pointer(), (list.pointer(), count));
+        // SAFETY: buffers hold all slots and rows that the sequences name.
+        unsafe { delta.step(&stream, &weights, mixed, pools, out.pointer(), group, (count, 1)).unwrap() };
+        stream.synchronize().unwrap();
+        out.read::<f16>(0, size).unwrap().into_iter().map(f16::to_f32).collect::<Vec<_>>()
+    };
+    // Of the new ones, a fifth of what each block walks: a context of 0 needs no state, another one has a state and no pairs.
+    for context in [0, 9] {
+        let sequence = |slot: i32| {
+            let (context, pending) = if slot % 5 == 1 { (context, 0) } else { (100, 7) };
+            DeltaSequence { slot, context, start: slot, count: 1, pending, ..DeltaSequence::default() }
+        };
+        let sequences: Vec<_> = (0..SEQUENCES as i32).map(sequence).collect();
+        let expected = sequences.chunks(5).map(step).last().unwrap();
+        for round in 0..100 {
+            let found = step(&sequences);
+            for (head, (found, expected)) in found.chunks(128).zip(expected.chunks(128)).enumerate() {
+                let error = relative_error(found, expected);
+                let (sequence, head) = (head / shape.value_heads, head % shape.value_heads);
+                let what = format!("context {context}, round {round}: sequence {sequence}, head {head}");
+                assert!(error < 1e-3, "{what}: {error:.2e}");
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ const PIECES_BYTES: usize = 16 * PIECE_ROWS * 128;
 /// Shared memory of a block, in which the barriers take up to 256 bytes and aligning the ring up to 1 KB.
 const BLOCK_BYTES: usize = 227 << 10;
 
-/// `Gemm` of cuda/gemm_hopper.cuh.
+/// `Gemm` of cuda/gemm_hopper.cu.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Arguments {

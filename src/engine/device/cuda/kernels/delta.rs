@@ -21,7 +21,7 @@ const MOST_WITH_DRAFTS: usize = 32;
 /// Shared memory of `delta_stream`: three states, and the tokens that each is behind.
 const STREAM_SHARED: u32 = 3 * (128 * 128 * 4 + MOST_PENDING * PAIR_BYTES) as u32;
 /// And what it declares itself.
-const STREAM_STATIC: u32 = 10_752;
+const STREAM_STATIC: u32 = 10_880;
 /// The same of `delta_stream_drafts`: two states, and the tokens that each is behind.
 const DRAFTS_SHARED: u32 = 2 * (128 * 128 * 4 + MOST_WITH_DRAFTS * PAIR_BYTES) as u32;
 const DRAFTS_THREADS: u32 = 288;
