@@ -17,6 +17,7 @@ use super::launch::Stream;
 use super::matrix::{Matrix, Output};
 use super::prefill_attention::{Gate, PagedKv, PrefillAttention, Rows, Tiles};
 use super::products::Products;
+use super::units;
 use super::weights::{AttentionWeights, DeltaWeights, GpuWeights, MixerWeights, Parts};
 use crate::engine::config::CacheDtype;
 use crate::engine::device::CachePlan;
@@ -123,17 +124,21 @@ impl Forward {
         });
         // Positions in the convolution window: three to read and one to write, and one for each draft.
         let ring = 4 + plan.max_drafts;
+        let rings = units::PRODUCTS_HOPPER.supports(gpu.facts().capability) && weights.int4_elements() == 0;
         let delta = match &spec.delta_net {
-            Some(shape) => Some(Delta::new(
-                gpu,
-                shape,
-                plan.state_dtype,
-                spec.norm_eps,
-                mixed_pitch,
-                ring,
-                plan.state_write_interval,
-                limits.portable,
-            )?),
+            Some(shape) => {
+                let delta = Delta::new(
+                    gpu,
+                    shape,
+                    plan.state_dtype,
+                    spec.norm_eps,
+                    mixed_pitch,
+                    ring,
+                    plan.state_write_interval,
+                    limits.portable,
+                )?;
+                Some(if rings { delta.beside_rings() } else { delta })
+            }
             None => None,
         };
         let delta_chunks = match &spec.delta_net {
