@@ -2,10 +2,12 @@
 //
 // Rows of W are the 64 rows of a warpgroup's product, the batch is its N columns (padded to N), so a small batch wastes little.
 // A block takes `block_rows` rows of W (a multiple of 8, 16 where gate and up are in turn, at most 64 * GROUPS) and a part of
-// k, 64 columns at a time: one thread asks the copy engine for tiles of W and x, swizzled by it, into a ring of `stages`;
-// each group of four warps multiplies 64 rows. What a group reads past `block_rows` is other bytes of the ring, in rows of
-// the product that nobody looks at, so the rows of a block may be what gives each multiprocessor one block. The ring takes all of
-// a multiprocessor: as soon as one is done, a block of the next product begins to fill it with weights.
+// k, 64 columns at a time: one thread asks the copy engine for tiles of W, and one for those of x (above 32 rows the same one),
+// swizzled by it, into a ring of `stages`; each group of four warps multiplies 64 rows. What a group reads past `block_rows` is
+// other bytes of the ring, in rows of the product that nobody looks at, so the rows of a block may be what gives each
+// multiprocessor one block. The ring takes all of a multiprocessor: as soon as one is done, a block of the next product begins to
+// fill it with weights. To 32 rows no more than `ahead` tiles of W are on their way at a time, as many as keep the memory busy:
+// more would only queue, and what else reads or writes (x, the norm or the mixer in front) would wait behind them.
 //
 // Tails in n and k are zeros from the copy engine; n and k are multiples of 8. Of x a block asks for `x_rows` rows: what else it
 // multiplies is in columns of the product that nobody looks at either.
@@ -20,38 +22,73 @@ DEVICE float4 load_shared4(u32 address) {
 
 template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     constexpr u32 WARPS = 4 * GROUPS, PITCH = 64 * GROUPS + 4; // floats between rows of x in the sums
+    constexpr bool APART = N <= 32; // x is asked for by a thread of its own, and W no more than `ahead`
     extern __shared__ u8 shared[];
-    __shared__ u64 barriers[2 * MAX_STAGES];
-    u32 base = (shared_address(shared) + 1023) & ~1023u, full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
+    __shared__ u64 barriers[3 * MAX_STAGES];
+    u32 base = (shared_address(shared) + 1023) & ~1023u, has_w = shared_address(barriers), has_x = has_w + 8 * MAX_STAGES, empty = has_x + 8 * MAX_STAGES;
     u32 stages = p.stages, w_bytes = p.block_rows * 128, stage = w_bytes + N * 128;
     u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 row0 = blockIdx.x * p.block_rows;
     u32 blocks = (p.k + 63) / 64, begin = blocks * blockIdx.y / p.parts, count = blocks * (blockIdx.y + 1) / p.parts - begin;
     u32 filled = count < stages ? count : stages; // before the ring comes round
-    bool producer = threadIdx.x == 32 * WARPS;
+    bool asks_w = threadIdx.x == 32 * WARPS, asks_x = threadIdx.x == 32 * WARPS + 32;
 
     auto ask_w = [&](u32 i, u32 slot) {
-        barrier_expect(full + 8 * slot, w_bytes + p.x_rows * 128);
-        copy_box(base + slot * stage, p.w, (begin + i) * 64, row0, full + 8 * slot, EVICT_FIRST);
+        barrier_expect(has_w + 8 * slot, w_bytes + (APART ? 0 : p.x_rows * 128));
+        copy_box(base + slot * stage, p.w, (begin + i) * 64, row0, has_w + 8 * slot, EVICT_FIRST);
     };
     auto ask_x = [&](u32 i, u32 slot) {
-        copy_box(base + slot * stage + w_bytes, p.x, (begin + i) * 64, 0, full + 8 * slot, EVICT_LAST);
+        u32 barrier = (APART ? has_x : has_w) + 8 * slot;
+        if (APART) barrier_expect(barrier, p.x_rows * 128);
+        copy_box(base + slot * stage + w_bytes, p.x, (begin + i) * 64, 0, barrier, EVICT_LAST);
     };
-    if (producer) {
-        for (u32 i = 0; i < stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+    if (asks_w) {
+        for (u32 i = 0; i < stages; i++) barrier_init(has_w + 8 * i, 1);
         barrier_init_fence();
-        for (u32 i = 0; i < filled; i++) ask_w(i, i);
+        for (u32 i = 0; i < filled && (!APART || i < p.ahead); i++) ask_w(i, i);
+    }
+    if (asks_x) {
+        for (u32 i = 0; i < stages; i++) barrier_init(has_x + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+        barrier_init_fence();
     }
     let_next_kernel_start();
     __syncthreads();
-    wait_for_previous_kernel();
 
     if (warp == WARPS) {
-        if (producer) {
+        if (asks_w && !APART) {
+            wait_for_previous_kernel();
             for (u32 i = 0; i < filled; i++) ask_x(i, i);
             for (u32 i = filled, slot = 0, parity = 0; i < count; i++) {
                 barrier_wait(empty + 8 * slot, parity);
                 ask_w(i, slot), ask_x(i, slot);
+                if (++slot == stages) slot = 0, parity ^= 1;
+            }
+        }
+        if (asks_w && APART) {
+            for (u32 i = p.ahead; i < filled; i++) {
+                barrier_wait(has_w + 8 * (i - p.ahead), 0);
+                ask_w(i, i);
+            }
+            for (u32 i = filled, slot = 0, parity = 0, last = stages - p.ahead, last_parity = 0; i < count; i++) {
+                barrier_wait(empty + 8 * slot, parity);
+                barrier_wait(has_w + 8 * last, last_parity);
+                ask_w(i, slot);
+                if (++slot == stages) slot = 0, parity ^= 1;
+                if (++last == stages) last = 0, last_parity ^= 1;
+            }
+        }
+        __syncwarp();
+        __syncthreads();
+        __syncthreads();
+        return;
+    }
+    wait_for_previous_kernel();
+    if (warp == WARPS + 1) {
+        if (asks_x && APART) {
+            for (u32 i = 0; i < filled; i++) ask_x(i, i);
+            for (u32 i = filled, slot = 0, parity = 0; i < count; i++) {
+                barrier_wait(empty + 8 * slot, parity);
+                ask_x(i, slot);
                 if (++slot == stages) slot = 0, parity ^= 1;
             }
         }
@@ -66,7 +103,8 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     u32 group_rows = (warp >> 2) * 8192;
     for (u32 i = 0, slot = 0, before = 0, parity = 0; i < count; i++) {
         u32 w = base + slot * stage + group_rows, x = base + slot * stage + w_bytes;
-        barrier_wait(full + 8 * slot, parity);
+        barrier_wait(has_w + 8 * slot, parity);
+        if (APART) barrier_wait(has_x + 8 * slot, parity);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma_batch(acc, descriptor_rows(w + 32 * k), descriptor_rows(x + 32 * k));
@@ -131,7 +169,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
 }
 
 #define BATCH(NAME, N, GROUPS, BLOCKS)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32, BLOCKS) NAME(const __grid_constant__ BatchProduct p) { \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 64, BLOCKS) NAME(const __grid_constant__ BatchProduct p) { \
         batch_product<N, GROUPS>(p);                                                                                   \
     }
 

@@ -13,7 +13,7 @@ struct BatchProduct {
     u64 part_stride;
     u32 rows, n, k, stride, output, parts;
     u32 block_rows, x_rows, stages;
-    u32 unused;
+    u32 ahead; // tiles of W on their way at a time, at most `stages`; products_hopper.cu to 32 rows
 };
 
 #define MAX_STAGES 16

@@ -356,8 +356,11 @@ fn states_left_behind(gpu: &Gpu, slots: i32, real: i32, padded: i32) {
     let size = padded as usize * shape.value_size();
 
     let mut expected: Vec<Vec<f32>> = Vec::new();
-    for (interval, portable) in [(1, true), (1, false), (3, false), (8, false)] {
+    for (interval, portable, rings) in
+        [(1, true, false), (1, false, false), (3, false, false), (8, false, false), (8, false, true)]
+    {
         let delta = Delta::new(gpu, &shape, CacheDtype::F32, 1e-6, pitch, 4, interval, portable).unwrap();
+        let delta = if rings { delta.beside_rings() } else { delta };
         let pairs = gpu.allocate_zeroed(delta.slot_bytes().2.max(16) * slots as u64).unwrap();
         let (state, window) = (upload(&state), gpu.upload(&window).unwrap());
         let pools = StatePools { state: state.pointer(), window: window.pointer(), pairs: pairs.pointer() };

@@ -18,10 +18,10 @@ const TILE_COLUMNS: usize = 64;
 const MAX_STAGES: usize = 16;
 /// Rows of W that a group of four warps multiplies.
 const GROUP_ROWS: usize = 64;
-/// Shared memory of a multiprocessor, in which each block also takes 1 KB for the system, 256 bytes for barriers and up to
+/// Shared memory of a multiprocessor, in which each block also takes 1 KB for the system, 512 bytes for barriers and up to
 /// 1 KB to align its ring.
 const MULTIPROCESSOR_BYTES: usize = 228 << 10;
-const BLOCK_BYTES: usize = (2 << 10) + 256;
+const BLOCK_BYTES: usize = (2 << 10) + 512;
 
 /// Products that may be split along k have parts enough to give a block this many rows of W: fewer read x too often, more
 /// leave more sums to add.
@@ -29,6 +29,9 @@ const PART_ROWS: usize = 80;
 /// Blocks a multiprocessor from which all have [`MANY_WAVES_ROWS`] rows.
 const FEW_WAVES: usize = 4;
 const MANY_WAVES_ROWS: usize = 128;
+/// Weights on their way to a multiprocessor at a time, to 32 rows of x: with less the memory is not always busy, with more all that is
+/// read beside them waits longer (docs/perf-log.md).
+const AHEAD_BYTES: usize = 56 << 10;
 /// Rows of x up to which a step's products together are faster than cuBLASLt's.
 pub const FASTER_ROWS: usize = 128;
 /// Rows of x from which the batch is the product's M side.
@@ -73,8 +76,7 @@ struct BatchArguments {
     block_rows: u32,
     x_rows: u32,
     stages: u32,
-    /// What the alignment of the maps, 64 bytes, adds to the structure.
-    unused: u32,
+    ahead: u32,
 }
 
 // SAFETY: integers only, and each field begins where the one before it ends: no padding.
@@ -94,6 +96,8 @@ struct Plan<'a> {
     tiles: usize,
     parts: usize,
     stages: usize,
+    /// Tiles of W on their way to a block.
+    ahead: usize,
 }
 
 /// How a product is cut into blocks.
@@ -121,6 +125,14 @@ impl Cut {
 
     fn stage_bytes(&self) -> usize {
         (self.rows + self.batch) * 2 * TILE_COLUMNS
+    }
+
+    /// Tiles of W that a block asks for ahead of their arrival: [`AHEAD_BYTES`], but all of the ring where every multiprocessor has
+    /// many blocks and nothing waits behind them.
+    fn ahead(&self, multiprocessors: usize, n: usize) -> usize {
+        let alone = n.div_ceil(self.rows) > FEW_WAVES * multiprocessors;
+        let ahead = if alone { self.stages } else { AHEAD_BYTES / (self.rows * 2 * TILE_COLUMNS) };
+        ahead.clamp(1, self.stages)
     }
 
     /// The ring, what the last group may read past its end, and room to align it to 1024 bytes.
@@ -175,7 +187,7 @@ impl BatchProducts {
             let cut = cut(rows, n, k, max_parts, multiple, self.multiprocessors);
             Plan {
                 kernel: &self.kernels[cut.kernel()],
-                threads: 128 * cut.groups() + 32,
+                threads: 128 * cut.groups() + 64,
                 shared_bytes: cut.shared_bytes(),
                 cluster: 1,
                 block_rows: cut.rows,
@@ -184,6 +196,7 @@ impl BatchProducts {
                 tiles: n.div_ceil(cut.rows),
                 parts: cut.parts,
                 stages: cut.stages,
+                ahead: cut.ahead(self.multiprocessors, n),
             }
         } else {
             let cut = wide::Cut::new(rows, n, k, max_parts, multiple, self.multiprocessors);
@@ -198,6 +211,7 @@ impl BatchProducts {
                 tiles: n.div_ceil(cut.rows).next_multiple_of(wide::CLUSTER),
                 parts: cut.parts,
                 stages: cut.stages,
+                ahead: cut.stages,
             }
         }
     }
@@ -230,7 +244,7 @@ impl BatchProducts {
             block_rows: plan.block_rows as u32,
             x_rows: plan.x_rows as u32,
             stages: plan.stages as u32,
-            unused: 0,
+            ahead: plan.ahead as u32,
         };
         let grid = [plan.tiles, plan.parts, rows.div_ceil(plan.batch)].map(|size| size as u32);
         let launch = Launch::grid(grid, plan.threads as u32)
@@ -299,9 +313,10 @@ mod tests {
                 let what = format!("{rows} rows, {n} x {k}: {cut:?}");
                 assert!(cut.rows.is_multiple_of(multiple) && (1..=max_parts).contains(&cut.parts), "{what}");
                 assert!(cut.kernel() < NAMES.len() && cut.stages >= 2, "{what}");
-                assert!(cut.shared_bytes() + 256 <= 227 << 10, "{what}");
+                assert!(cut.shared_bytes() + 512 <= 227 << 10, "{what}");
                 let sums = 4 * cut.batch * (GROUP_ROWS * cut.groups() + 4);
                 assert!(sums <= cut.stages * cut.stage_bytes(), "{what}");
+                assert!((1..=cut.stages).contains(&cut.ahead(132, n)), "{what}");
                 let blocks = n.div_ceil(cut.rows) * cut.parts;
                 if (2560..20_000).contains(&n) {
                     assert!((120..=132).contains(&blocks), "{what}: {blocks} blocks");

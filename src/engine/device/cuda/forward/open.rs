@@ -14,6 +14,7 @@ use crate::engine::device::cuda::kernels::sample::Samplers;
 use crate::engine::device::cuda::matrix::Output;
 use crate::engine::device::cuda::prefill_attention::PrefillAttention;
 use crate::engine::device::cuda::products::Products;
+use crate::engine::device::cuda::units;
 use crate::engine::device::cuda::weights::{GpuWeights, MixerWeights};
 use crate::engine::model::spec::{Mixer, ModelSpec};
 use crate::{Error, Result};
@@ -44,17 +45,21 @@ impl Forward {
         });
         // Positions in the convolution window: three to read and one to write, and one for each draft.
         let ring = 4 + plan.max_drafts;
+        let rings = units::PRODUCTS_HOPPER.supports(gpu.facts().capability) && weights.int4_elements() == 0;
         let delta = match &spec.delta_net {
-            Some(shape) => Some(Delta::new(
-                gpu,
-                shape,
-                plan.state_dtype,
-                spec.norm_eps,
-                mixed_pitch,
-                ring,
-                plan.state_write_interval,
-                limits.portable,
-            )?),
+            Some(shape) => {
+                let delta = Delta::new(
+                    gpu,
+                    shape,
+                    plan.state_dtype,
+                    spec.norm_eps,
+                    mixed_pitch,
+                    ring,
+                    plan.state_write_interval,
+                    limits.portable,
+                )?;
+                Some(if rings { delta.beside_rings() } else { delta })
+            }
             None => None,
         };
         let delta_chunks = match &spec.delta_net {

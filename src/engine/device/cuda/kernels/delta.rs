@@ -33,6 +33,8 @@ pub const WRITE_INTERVAL: usize = 8;
 /// Sequences from which streaming the states wins. With fewer its shared memory makes the multiprocessors change their
 /// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
+/// The same where those products are fed by rings in shared memory and want no L1.
+const STREAM_SEQUENCES_BESIDE_RINGS: usize = 5;
 
 /// Whether a GPU of this compute capability (times ten) has kernels that leave such states unwritten for a few tokens. What
 /// they take is Hopper's shared memory: the GPUs of capability 12 have its instructions, and less than half of it.
@@ -87,6 +89,8 @@ pub struct Delta {
 struct Deferred {
     few: Kernel,
     stream: Kernel,
+    /// Sequences from which it is `stream`, not `few`.
+    stream_from: usize,
     settle: Kernel,
     multiprocessors: usize,
     /// Tokens from one write to the next: the most that a state is left behind, drafts aside.
@@ -143,6 +147,7 @@ impl Delta {
             Some(Deferred {
                 few: gpu.kernel(&units::DELTA_STREAM, "delta_few")?,
                 stream: gpu.kernel(&units::DELTA_STREAM, stream)?,
+                stream_from: STREAM_SEQUENCES,
                 settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
                 multiprocessors: gpu.facts().multiprocessors as usize,
                 interval: write_interval,
@@ -182,6 +187,14 @@ impl Delta {
             state_bytes,
             fast: fast.then_some(if split { SPLIT } else { 1 }),
         })
+    }
+
+    /// The same between products of few rows that are fed by rings in shared memory.
+    pub fn beside_rings(mut self) -> Self {
+        if let Some(deferred) = &mut self.deferred {
+            deferred.stream_from = STREAM_SEQUENCES_BESIDE_RINGS;
+        }
+        self
     }
 
     /// Whether there is a kernel that leaves states unwritten for a few tokens.
@@ -273,7 +286,7 @@ impl Delta {
             let blocks = tasks.min(deferred.multiprocessors) as u32;
             let (kernel, launch) = if deferred.drafts {
                 (&deferred.stream, Launch::new(blocks, DRAFTS_THREADS).shared(DRAFTS_SHARED))
-            } else if count < STREAM_SEQUENCES {
+            } else if count < deferred.stream_from {
                 let grid = [SPLIT * shape.value_heads as u32, count as u32, 1];
                 (&deferred.few, Launch::grid(grid, 128).cluster(SPLIT))
             } else {
