@@ -233,7 +233,7 @@ impl Case<'_> {
 }
 
 /// n is no multiple of 32 or 192 in most, k one of 64 alone, and of 32 only in the groups.
-const SHAPES: [(usize, usize, usize); 7] = [
+const SHAPES: [(usize, usize, usize); 8] = [
     (16, 64, 32),
     (48, 320, 64),
     (272, 1280, 128),
@@ -241,6 +241,7 @@ const SHAPES: [(usize, usize, usize); 7] = [
     (400, 1088, 32),
     (96, 64, 64),
     (32, 4096, 128),
+    (96, 4608, 128),
 ];
 
 #[test]
@@ -290,6 +291,37 @@ fn products_agree_with_plain_loops() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Matrices with so many rows that a block's ring comes round several times, whole and in parts of k.
+#[test]
+fn products_of_few_rows_agree_where_blocks_have_many_units() {
+    let Some((gpu, _alone)) = gpu("products_of_few_rows_agree_where_blocks_have_many_units") else { return };
+    let stream = Stream::new(&gpu).unwrap();
+    let packer = int4::Packer::new(&gpu).unwrap();
+    for (n, k, counts) in [
+        (19_024, 256, &[1, 6, 8, 13, 16][..]),
+        (9_568, 1280, &[8, 16, 21, 32]),
+        (4_784, 2560, &[8, 29, 32, 33, 64]),
+        (1_600, 6144, &[3, 16, 32, 64]),
+    ] {
+        let most = counts[counts.len() - 1];
+        let products = Products::new(&gpu, most, 2 * n, n * k, false).unwrap();
+        let mut rng = ChaCha8Rng::seed_from_u64((n + k) as u64);
+        let source = packed(&mut rng, (n, k, 128), false);
+        let x: Vec<f16> = (0..most * k).map(|_| f16::from_f32(rng.random_range(-0.8..1.2))).collect();
+        let expected = reference(&x, &source.values, (most, n, k));
+        let on_gpu = gpu.upload(&x.iter().map(|v| v.to_bits()).collect::<Vec<u16>>()).unwrap();
+        let matrix = int4::empty(&gpu, "test", (n, k), 128, true).unwrap();
+        packer.pack(&stream, "test", &source.awq(), (n, k), Place::together(0), &matrix).unwrap();
+        let x = on_gpu.pointer();
+        let case = Case { gpu: &gpu, stream: &stream, products: &products, x, matrix: &matrix };
+        for &rows in counts {
+            // Above 8 rows some kernels round each weight to fp16.
+            let limit = if rows <= 8 { 6e-5 } else { 2.5e-4 };
+            case.check(&format!("{rows} rows, {n} x {k}"), rows, &expected, limit);
         }
     }
 }

@@ -12,8 +12,10 @@
 
 mod int4;
 mod int4_batch;
+mod int4_ring;
 
 use self::int4::Int4Products;
+pub(super) use self::int4_ring::NAMES as INT4_RING_NAMES;
 use super::batch_product::{BatchProducts, FASTER_ROWS};
 use super::cublaslt::{CublasLt, Family, Rival, Shape, Sums};
 use super::driver::plain::Plain;
@@ -32,7 +34,7 @@ const LIBRARY_ROWS: usize = 9;
 const SHORT_COLS: usize = 4096;
 /// Elements of W below which `product_stream_*` stays the one for few rows on Hopper too. A matrix so small (the gates of a delta net
 /// whose other projections have 4 bits) is all start and end; and the ring of `product_batch_*` would have each multiprocessor
-/// change its split of shared memory and L1 twice between two `int4_stream_*`.
+/// change its split of shared memory and L1 twice between two 4-bit products.
 const SMALL_ELEMENTS: usize = 1 << 20;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.

@@ -180,6 +180,15 @@ pub const INT4: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const INT4_RING: Unit = Unit {
+    file: "int4_ring_hopper.cu",
+    source: include_str!("../../../../cuda/int4_ring_hopper.cu"),
+    defines: &[],
+    hot: super::products::INT4_RING_NAMES,
+    min_capability: 90,
+    max_capability: 90,
+};
+
 pub const INT4_HOPPER: Unit = Unit {
     file: "int4_hopper.cu",
     source: include_str!("../../../../cuda/int4_hopper.cu"),
@@ -196,7 +205,7 @@ pub const INT4_BATCH: Unit = Unit {
     file: "int4_batch_hopper.cu",
     source: include_str!("../../../../cuda/int4_batch_hopper.cu"),
     defines: &[],
-    hot: &["int4_batch_64", "int4_batch_128", "int4_batch_256"],
+    hot: &["int4_batch_32", "int4_batch_64", "int4_batch_128", "int4_batch_256"],
     min_capability: 90,
     max_capability: 90,
 };
@@ -220,6 +229,7 @@ pub const ALL: &[&Unit] = &[
     &GEMM_HOPPER,
     &PRODUCTS_WIDE,
     &INT4,
+    &INT4_RING,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,
     &INT4_BATCH,

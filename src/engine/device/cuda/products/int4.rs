@@ -2,13 +2,15 @@
 //!
 //! | rows of x | product |
 //! |---|---|
+//! | 1 to 8 on Hopper, groups of 128; to 16 in parts of k or with silu | `int4_ring_*` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
 //! | 1 to 8 | `int4_stream_8*`: memory-bound, straight to registers |
-//! | 9 to `WIDE_ROWS` on Hopper | `int4_wide_*`: warpgroup products, W dequantised into registers |
+//! | to `WIDE_ROWS` on Hopper, output whole and without silu; to 16 any | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
 //! | more elsewhere | `int4_expand` and cuBLASLt, or without it, from 33 rows, `int4_tile_*` |
 
 use super::int4_batch::Int4BatchProducts;
+use super::int4_ring::Int4RingProducts;
 use super::{Job, Products, parts_for};
 use crate::engine::device::cuda::compile::Unit;
 use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
@@ -17,8 +19,13 @@ use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use crate::engine::device::cuda::units;
 use crate::{Error, Result};
 
-/// Rows up to which `int4_wide_*` are used, and above `int4_batch_*`.
+/// Rows above which all products are `int4_batch_*`.
 const WIDE_ROWS: usize = 64;
+/// Rows above which those in parts of k, or with as many tiles as gate and up, are.
+const WIDE_ANY_ROWS: usize = 16;
+/// Rows above which only products in parts of k and with silu are `int4_ring_*`: alone they are the faster ones for inputs of
+/// mixers too, but not in a step.
+const RING_ANY_ROWS: usize = 8;
 /// Rows from which expanding is faster than reading the matrix once for each 32 rows.
 const EXPAND_ROWS: usize = 65;
 /// Rows from which `int4_batch_*` add to the residual stream: with fewer, a matrix as narrow as the stream has too few tiles to
@@ -47,6 +54,7 @@ fn wide_shared(batch: usize) -> u32 {
 }
 
 pub(super) struct Int4Products {
+    ring: Option<Int4RingProducts>,
     few: Kernel,
     short: Kernel,
     small_groups: Kernel,
@@ -71,6 +79,7 @@ impl Int4Products {
         };
         let hopper = !portable && units::INT4_HOPPER.supports(gpu.facts().capability);
         Ok(Self {
+            ring: if hopper { Some(Int4RingProducts::new(gpu)?) } else { None },
             few: gpu.kernel(unit, "int4_stream_8")?,
             short: gpu.kernel(unit, "int4_stream_8_short")?,
             small_groups: gpu.kernel(unit, "int4_stream_8_small_groups")?,
@@ -108,10 +117,17 @@ impl Products {
         let library = self.library.as_ref().zip(expanded);
         // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
         unsafe {
+            let parts_or_gated = matches!(job.output, Output::Partials { .. } | Output::SiluMul { .. });
+            if let Some(ring) = int4.ring.as_ref().filter(|_| parts_or_gated || rows <= RING_ANY_ROWS)
+                && let Some(parts) = ring.launch(stream, job)?
+            {
+                return Ok(parts);
+            }
             if rows <= 8 {
                 return self.int4_few(stream, int4, group, job);
             }
-            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= WIDE_ROWS) {
+            let wide_rows = if parts_or_gated { WIDE_ANY_ROWS } else { WIDE_ROWS };
+            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= wide_rows) {
                 return self.int4_wide(stream, &kernels[usize::from(group < 128)], job);
             }
             if let Some(batch) = &int4.batch {

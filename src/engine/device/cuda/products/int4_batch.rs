@@ -35,7 +35,8 @@ struct Shape {
     tile_ns: usize,
 }
 
-const SHAPES: [Shape; 3] = [
+const SHAPES: [Shape; 4] = [
+    Shape { name: "int4_batch_32", batch: 32, groups: 3, cluster: 1, step_ns: 500, tile_ns: 3000 },
     Shape { name: "int4_batch_64", batch: 64, groups: 3, cluster: 1, step_ns: 670, tile_ns: 3000 },
     Shape { name: "int4_batch_128", batch: 128, groups: 3, cluster: 2, step_ns: 1100, tile_ns: 3000 },
     Shape { name: "int4_batch_256", batch: 256, groups: 2, cluster: 2, step_ns: 1360, tile_ns: 3000 },
@@ -118,15 +119,15 @@ fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiprocessors: usize
 
 pub(super) struct Int4BatchProducts {
     /// For groups of [`LARGE_GROUP`] and more, and for smaller ones.
-    kernels: [[Kernel; 3]; 2],
+    kernels: [[Kernel; SHAPES.len()]; 2],
     multiprocessors: usize,
 }
 
 impl Int4BatchProducts {
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let kernels = |unit: &'static Unit| -> Result<[Kernel; 3]> {
+        let kernels = |unit: &'static Unit| -> Result<[Kernel; SHAPES.len()]> {
             let kernel = |shape: &Shape| gpu.kernel(unit, shape.name);
-            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?])
+            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?, kernel(&SHAPES[3])?])
         };
         Ok(Self {
             kernels: [kernels(&units::INT4_BATCH)?, kernels(&units::INT4_BATCH_SMALL_GROUPS)?],

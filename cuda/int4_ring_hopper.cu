@@ -1,0 +1,200 @@
+// Products with 4-bit weights of 1 to 16 rows on Hopper (int4.cuh has the packing), y[rows, n] = x[rows, k] W[n, k]^T.
+//
+// x stays, W passes by. A warp has at most STAGES * 128 columns of k for as long as the block lives: its x is read once, as the
+// B operands of mma.m16n8k16 in registers, with the sums of each 128 columns that offsets and zero points are taken away with.
+// Past these go that warp's columns of one unit of 16 rows of W after another, from a ring of SLOTS pieces that one lane
+// fills by bulk copies: nobody but the warp itself waits for it or fills it. Copies begin before the previous kernel ends.
+//
+// The warps' sums of a unit meet in shared memory; the warps take turns at adding them up, LAG units later, when all are there,
+// and write the unit's output while the others go on. Nibbles are multiplied with their offset on and scales applied to fp32 sums
+// of 128 columns, so no weight is ever rounded (as in int4_stream).
+//
+// Groups of 128 columns, an even number of them in k and in each part. Grid: blocks (units of W in equal shares), parts of k.
+#include "int4.cuh"
+
+struct Int4Ring {
+    Product p;
+    u32 unit_room;  // most units of a block
+    u32 group_room; // most groups of a part
+};
+
+#define MEETINGS 4 // units whose sums may be there
+#define LAG 2
+#define SLOTS 2
+#define EVICT_FIRST 0x12F0000000000000ull // fraction 1, as createpolicy would encode it
+
+DEVICE void copy_bulk_once(u32 to, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+}
+
+// d = a b, where mma_16x8x16 adds.
+DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%10, %10, %10, %10};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
+    constexpr u32 SLOT = STAGES * 1024;
+    constexpr int TOGETHER = 2; // stages whose products alternate
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ u64 barriers[WARPS * SLOTS + 2 * MEETINGS + 1];
+    const Product &p = r.p;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
+    u32 units = p.n / UNIT, unit0 = units * blockIdx.x / gridDim.x, count = units * (blockIdx.x + 1) / gridDim.x - unit0;
+    u32 stages = p.k / 128, part_begin = stages * blockIdx.y / p.parts, part_count = stages * (blockIdx.y + 1) / p.parts - part_begin;
+    u32 first = part_count * warp / WARPS, mine = part_count * (warp + 1) / WARPS - first; // of the part's stages
+
+    u8 *scales = shared + WARPS * SLOTS * SLOT, *zeros = scales + r.unit_room * r.group_room * 32;
+    float4 *sums = (float4 *)(zeros + r.unit_room * r.group_room * 8); // [MEETINGS][WARPS][TILES][lane]
+    u32 full = shared_address(barriers) + 8 * warp * SLOTS, met = shared_address(barriers + WARPS * SLOTS);
+    u32 free = met + 8 * MEETINGS, scaled = free + 8 * MEETINGS;
+
+    u32 ring = shared_address(shared) + warp * SLOTS * SLOT;
+    const u8 *from = p.w + ((u64)unit0 * stages + part_begin + first) * 1024;
+    auto fill = [&](u32 slot) { // by one lane; with the next unit
+        barrier_expect(full + 8 * slot, mine * 1024);
+        if (mine) copy_bulk_once(ring + slot * SLOT, from, mine * 1024, full + 8 * slot);
+        from += (u64)stages * 1024;
+    };
+    if (lane == 0) {
+        for (u32 i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1);
+        if (warp == 0) {
+            for (u32 i = 0; i < MEETINGS; i++) barrier_init(met + 8 * i, WARPS), barrier_init(free + 8 * i, 1);
+            barrier_init(scaled, 1);
+        }
+        barrier_init_fence();
+        if (warp == 0) barrier_expect(scaled, count * part_count * (p.zero_points ? 40 : 32));
+        fill(0);
+    }
+    __syncwarp();
+    if (warp == 0) {
+        for (u32 u = lane; u < count; u += 32) {
+            u64 from = (u64)(unit0 + u) * stages + part_begin;
+            copy_bulk_once(shared_address(scales) + u * r.group_room * 32, p.scales + from * 32, part_count * 32, scaled);
+            if (p.zero_points)
+                copy_bulk_once(shared_address(zeros) + u * r.group_room * 8, p.scales + (u64)p.n * stages * 2 + from * 8, part_count * 8, scaled);
+        }
+    }
+    let_next_kernel_start();
+    __syncthreads();
+    // One piece after another: x, and what the kernels before this one still read, would wait behind all of them.
+    if (lane == 0) {
+        for (u32 i = 1; i < SLOTS && i < count; i++) {
+            barrier_wait(full + 8 * (i - 1), 0);
+            fill(i);
+        }
+    }
+    __syncwarp();
+    wait_for_previous_kernel();
+
+    uint4 x[STAGES][TILES][4];
+    float of_x[STAGES][TILES][2];
+#pragma unroll
+    for (int s = 0; s < STAGES; s++)
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            const f16 *row = p.x + (u64)(t * 8 + group) * p.k + (part_begin + first + s) * 128 + 8 * pair;
+            // A stage that is not there multiplies what lies in the slot with zeros.
+            bool valid = t * 8 + group < p.rows && s < mine;
+#pragma unroll
+            for (int q = 0; q < 4; q++) x[s][t][q] = valid ? *(const uint4 *)(row + q * 32) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+    for (int s = 0; s < STAGES; s++)
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+            float sum[4];
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                if (q == 0) mma_first(sum, ones, x[s][t][q].x, x[s][t][q].y);
+                else mma_16x8x16(sum, ones, x[s][t][q].x, x[s][t][q].y);
+                mma_16x8x16(sum, ones, x[s][t][q].z, x[s][t][q].w);
+            }
+            of_x[s][t][0] = sum[0], of_x[s][t][1] = sum[1];
+        }
+    barrier_wait(scaled, 0);
+
+    // Adds up unit u's sums and writes its output.
+    auto finish = [&](u32 u) {
+        u32 at = u % MEETINGS;
+        barrier_wait(met + 8 * at, u / MEETINGS & 1);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            const float4 *from = sums + (at * WARPS * TILES + t) * 32 + lane;
+            float4 sum = from[0];
+#pragma unroll
+            for (int other = 1; other < WARPS; other++) sum = add4(sum, from[other * TILES * 32]);
+            stream_output(p, sum, unit0 + u, t);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(free + 8 * at);
+    };
+    u32 slot = 0, phase = 0, last = part_count - 1 - min(first, part_count - 1);
+    const u8 *scale_at = scales + first * 32 + group * 4, *zeros_at = zeros + first * 8 + group;
+    for (u32 u = 0; u < count; u++) {
+        float acc[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
+        barrier_wait(full + 8 * slot, phase);
+        const u8 *words_at = shared + (warp * SLOTS + slot) * SLOT + lane * 16;
+#pragma unroll
+        for (int s0 = 0; s0 < STAGES; s0 += TOGETHER) {
+            float sum[TOGETHER][TILES][4];
+            uint4 words[TOGETHER][2];
+#pragma unroll
+            for (int s = 0; s < TOGETHER; s++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) words[s][half] = *(const uint4 *)(words_at + (s0 + s) * 1024 + half * 512);
+#pragma unroll
+            for (int q = 0; q < 4; q++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+                    for (int s = 0; s < TOGETHER; s++) {
+                        u32 a[4];
+                        unpack_offset(word_of(words[s][q / 2], q % 2 + 2 * odd), a);
+#pragma unroll
+                        for (int t = 0; t < TILES; t++) {
+                            const uint4 &b = x[s0 + s][t][q];
+                            if (q == 0 && odd == 0) mma_first(sum[s][t], a, b.x, b.y);
+                            else mma_16x8x16(sum[s][t], a, odd ? b.z : b.x, odd ? b.w : b.y);
+                        }
+                    }
+#pragma unroll
+            for (int s = 0; s < TOGETHER; s++) {
+                u32 at = min((u32)(s0 + s), last); // a scale that is there
+                u32 z = p.zero_points ? zeros_at[at * 8] : 0x88u;
+                float2 scale = unpack_half2(*(const u32 *)(scale_at + at * 32));
+                float low = __uint_as_float(0x43800000u | (z & 15) << 15), high = __uint_as_float(0x41800000u | (z & 0xf0) << 15);
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const float(&x_sum)[2] = of_x[s0 + s][t];
+                    acc[t][0] += scale.x * (sum[s][t][0] - low * x_sum[0]), acc[t][1] += scale.x * (sum[s][t][1] - low * x_sum[1]);
+                    acc[t][2] += scale.y * (sum[s][t][2] - high * x_sum[0]), acc[t][3] += scale.y * (sum[s][t][3] - high * x_sum[1]);
+                }
+            }
+        }
+        scale_at += r.group_room * 32, zeros_at += r.group_room * 8;
+        __syncwarp();
+        if (lane == 0 && u + SLOTS < count) fill(slot);
+        slot = (slot + 1) % SLOTS, phase ^= slot == 0;
+
+        u32 at = u % MEETINGS;
+        if (u >= MEETINGS) barrier_wait(free + 8 * at, (u / MEETINGS & 1) ^ 1);
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            sums[((at * WARPS + warp) * TILES + t) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(met + 8 * at);
+        if (u >= LAG && (u - LAG) % WARPS == warp) finish(u - LAG);
+    }
+    for (u32 u = count < LAG ? 0 : count - LAG; u < count; u++)
+        if (u % WARPS == warp) finish(u);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<1, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_16(const __grid_constant__ Int4Ring r) { int4_ring<2, 4, 8>(r); }

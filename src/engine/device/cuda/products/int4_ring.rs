@@ -1,0 +1,173 @@
+//! Launches of the products of few rows with 4-bit weights on Hopper (cuda/int4_ring_hopper.cu), and how each is cut into blocks.
+
+use super::{Arguments, Job, arguments, cost};
+use crate::Result;
+use crate::engine::device::cuda::driver::plain::Plain;
+use crate::engine::device::cuda::driver::{Gpu, Kernel};
+use crate::engine::device::cuda::launch::{Arg, Launch, Stream, bytes_of};
+use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
+use crate::engine::device::cuda::units;
+
+/// Columns of k that share a scale, and of a stage.
+const GROUP: usize = 128;
+/// Packed bytes of a unit of 16 rows of W and a stage; of its scales and zero points.
+const STAGE_BYTES: usize = 16 * GROUP / 2;
+const SCALE_BYTES: usize = 40;
+/// Units whose sums may wait in shared memory: `MEETINGS` of the kernels.
+const MEETINGS: usize = 4;
+/// Most units of a block: their scales stay in shared memory.
+const MOST_UNITS: usize = 48;
+/// Shared memory of a block besides its barriers.
+const ROOM_BYTES: usize = 225 << 10;
+
+/// A block asks for more than half of a multiprocessor's, even where it needs less: with two beside each other the small kernels
+/// between products wait for room, and a step takes longer though more of W is asked for early.
+const ALONE_BYTES: usize = 118 << 10;
+/// Pieces of a warp's ring: `SLOTS` of the kernels. With more, all arrive at about the same time, and what is multiplied last begins late.
+const SLOTS: usize = 2;
+
+/// One kernel.
+#[derive(Debug)]
+struct Shape {
+    name: &'static str,
+    /// Rows of x.
+    rows: usize,
+}
+
+const SHAPES: [Shape; 2] = [Shape { name: "int4_ring_8", rows: 8 }, Shape { name: "int4_ring_16", rows: 16 }];
+pub(in crate::engine::device::cuda) const NAMES: &[&str] = &[SHAPES[0].name, SHAPES[1].name];
+/// Warps of a block, and stages of k that each keeps x of.
+const WARPS: usize = 8;
+const WARP_STAGES: usize = 4;
+
+/// `Int4Ring` of cuda/int4_ring_hopper.cu.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct RingArguments {
+    product: Arguments,
+    unit_room: u32,
+    group_room: u32,
+}
+
+// SAFETY: integers only, and each field begins where the one before it ends: no padding.
+unsafe impl Plain for RingArguments {}
+
+/// A product's kernel and blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    shape: usize,
+    /// Blocks along W, and parts of k.
+    blocks: usize,
+    parts: usize,
+    /// Most units of a block, and stages of a part.
+    units: usize,
+    stages: usize,
+}
+
+impl Cut {
+    fn shared_bytes(&self) -> usize {
+        let sums = MEETINGS * WARPS * (SHAPES[self.shape].rows / 8) * 512;
+        let ring = WARPS * SLOTS * WARP_STAGES * STAGE_BYTES;
+        (ring + self.units * self.stages * SCALE_BYTES + sums).max(ALONE_BYTES)
+    }
+}
+
+/// One block for each multiprocessor, or as few for each as their units allow, in the fewest parts of k whose x the warps can
+/// keep; `None` where the output does not take them, or parts do not hold pairs of groups.
+fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiprocessors: usize) -> Option<Cut> {
+    let shape = SHAPES.iter().position(|shape| rows <= shape.rows)?;
+    let stages = k / GROUP;
+    let fewest = stages.div_ceil(WARPS * WARP_STAGES);
+    let parts = (fewest..=max_parts).find(|&parts| parts > 0 && stages.is_multiple_of(2 * parts))?;
+    let units = n / 16;
+    let at_once = (multiprocessors / parts).max(1);
+    let blocks = (at_once * units.div_ceil(at_once * MOST_UNITS)).min(units);
+    Some(Cut { shape, blocks, parts, units: units.div_ceil(blocks), stages: stages / parts })
+        .filter(|cut| k.is_multiple_of(GROUP) && cut.shared_bytes() <= ROOM_BYTES)
+}
+
+pub(super) struct Int4RingProducts {
+    kernels: [Kernel; 2],
+    multiprocessors: usize,
+}
+
+impl Int4RingProducts {
+    pub fn new(gpu: &Gpu) -> Result<Self> {
+        let kernel = |shape: &Shape| gpu.kernel(&units::INT4_RING, shape.name);
+        Ok(Self {
+            kernels: [kernel(&SHAPES[0])?, kernel(&SHAPES[1])?],
+            multiprocessors: gpu.facts().multiprocessors as usize,
+        })
+    }
+
+    fn cut(&self, rows: usize, w: &Matrix, output: Output) -> Option<Cut> {
+        let grouped = matches!(w.format, MatrixFormat::Int4 { group: GROUP, .. });
+        let max_parts = if let Output::Partials { max_parts, .. } = output { max_parts } else { 1 };
+        cut(rows, w.rows, w.cols, max_parts, self.multiprocessors).filter(|_| grouped)
+    }
+
+    /// Queues the product, any output of few rows, and returns the parts written; `None` where these kernels do not have it.
+    ///
+    /// # Safety
+    /// As [`super::Products::launch`].
+    pub unsafe fn launch(&self, stream: &Stream, job: Job) -> Result<Option<usize>> {
+        let Some(cut) = self.cut(job.rows, job.w, job.output) else { return Ok(None) };
+        let arguments = RingArguments {
+            product: arguments(job, cut.parts),
+            unit_room: cut.units as u32,
+            group_room: cut.stages as u32,
+        };
+        let launch = Launch::grid([cut.blocks as u32, cut.parts as u32, 1], 32 * WARPS as u32)
+            .shared(cut.shared_bytes() as u32)
+            .overlapping();
+        let launch = Launch { cost: cost(job, cut.parts), ..launch };
+        // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
+        unsafe { stream.launch(&self.kernels[cut.shape], launch, &[Arg::Struct(bytes_of(&[arguments]))])? };
+        Ok(Some(cut.parts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_agree_with_the_kernels() {
+        assert_eq!(size_of::<RingArguments>(), size_of::<Arguments>() + 8);
+        assert_eq!(size_of::<RingArguments>() % 8, 0);
+    }
+
+    #[test]
+    fn cuts_give_each_multiprocessor_one_block() {
+        let of = |rows, n, k, max_parts| cut(rows, n, k, max_parts, 132).unwrap();
+        // The 9B: delta-net input, attention input, gate and up; mixer output, down.
+        for (n, k, max_parts, parts) in [
+            (12288, 4096, 1, 1),
+            (10240, 4096, 1, 1),
+            (24576, 4096, 1, 1),
+            (4096, 4096, 8, 1),
+            (4096, 12288, 8, 3),
+        ] {
+            for rows in [1, 8, 9, 16] {
+                let cut = of(rows, n, k, max_parts);
+                assert_eq!((cut.blocks * cut.parts, cut.parts), (132, parts), "{cut:?}");
+                assert!(2 * cut.shared_bytes() > 228 << 10, "{cut:?}");
+            }
+        }
+        // A matrix as large as a head comes in several blocks a multiprocessor.
+        let head = of(1, 248_320, 4096, 1);
+        assert_eq!((head.blocks, head.units), (3 * 132, 40));
+    }
+
+    #[test]
+    fn what_has_no_cut_is_left_to_the_other_kernels() {
+        assert_eq!(cut(17, 4096, 4096, 1, 132), None);
+        assert_eq!(cut(8, 4096, 12288, 1, 132), None);
+        assert_eq!(cut(8, 4096, 128, 8, 132), None);
+        assert_eq!(cut(8, 4096, 192, 8, 132), None);
+        assert_eq!(
+            cut(8, 272, 1280, 1, 132).map(|cut| (cut.blocks, cut.units, cut.stages)),
+            Some((17, 1, 10))
+        );
+    }
+}
