@@ -40,12 +40,6 @@ DEVICE float2 unpack_half2(u32 pair) {
     return out;
 }
 
-DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
-    u32 out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-    return out;
-}
-
 // Eight halves in a 16-byte word to eight floats.
 DEVICE void unpack_half8(uint4 packed, float *out) {
     float2 pair = unpack_half2(packed.x);
@@ -79,12 +73,6 @@ DEVICE float exp2_fast(float x) {
 DEVICE float warp_sum(float value) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-
-DEVICE float warp_max(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
     return value;
 }
 

@@ -163,7 +163,8 @@ pub struct CostModel {
     pub layer_flops_per_token: u64,
     pub head_flops_per_row: u64,
     /// What a prompt token without an output leaves out of the former where the last layer runs on rows with one: the layer's
-    /// products but those of K and V. And of each (query, key) pair. Else 0.
+    /// products but those of K and V. And of each (query, key) pair. Else 0. (A device may run a step in which the rows with an
+    /// output are many, or its prompt pieces a few tokens, on all rows: it then computes more than is counted.)
     pub skipped_flops_per_token: u64,
     pub skipped_flops_per_pair: u64,
     /// Recurrent states and windows of one sequence over all layers, one way.

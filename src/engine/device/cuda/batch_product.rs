@@ -246,8 +246,8 @@ impl BatchProducts {
             stages: plan.stages as u32,
             ahead: plan.ahead as u32,
         };
-        let grid = [plan.tiles, plan.parts, rows.div_ceil(plan.batch)].map(|size| size as u32);
-        let launch = Launch::grid(grid, plan.threads as u32)
+        debug_assert!(rows <= plan.batch, "a block has all rows of x");
+        let launch = Launch::grid([plan.tiles as u32, plan.parts as u32, 1], plan.threads as u32)
             .shared(plan.shared_bytes as u32)
             .cluster(plan.cluster as u32)
             .cost(cost.bytes, cost.flops)

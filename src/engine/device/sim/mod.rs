@@ -20,6 +20,7 @@ use self::session::SimModel;
 use super::cuda::kernels::delta as cuda;
 use super::{
     Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, choose_last_layer, refuse_cuda_kernels,
+    refuse_last_layer,
 };
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
@@ -288,7 +289,9 @@ impl Device for SimDevice {
 
     fn configure(&self, layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
         refuse_cuda_kernels(config, "a simulated GPU has none")?;
-        if !self.is_series() {
+        if self.is_series() {
+            refuse_last_layer(config, "vLLM, which this rig stands for, runs the last layer on all rows")?;
+        } else {
             choose_last_layer(layout, config)?;
         }
         match (self.base, &layout.spec.delta_net) {

@@ -3,7 +3,7 @@
 //! | rows of x | product |
 //! |---|---|
 //! | 1 to 8 on Hopper, groups of 128; to 16 in parts of k or with silu | `int4_ring_*` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
-//! | 1 to 8 | `int4_stream_8*`: memory-bound, straight to registers |
+//! | 1 to 8 elsewhere, and where the ring has no cut | `int4_stream_8*`: memory-bound, straight to registers |
 //! | to `WIDE_ROWS` on Hopper, output whole and without silu; to 16 any | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
@@ -23,8 +23,8 @@ use crate::{Error, Result};
 const WIDE_ROWS: usize = 64;
 /// Rows above which those in parts of k, or with as many tiles as gate and up, are.
 const WIDE_ANY_ROWS: usize = 16;
-/// Rows above which only products in parts of k and with silu are `int4_ring_*`: alone they are the faster ones for inputs of
-/// mixers too, but not in a step.
+/// To so many rows every product is an `int4_ring_*`; above, only those in parts of k or with silu. (For the inputs of mixers it
+/// is the faster one there too when timed alone, but a step of 16 is 0.12 ms slower with it.)
 const RING_ANY_ROWS: usize = 8;
 /// Rows from which expanding is faster than reading the matrix once for each 32 rows.
 const EXPAND_ROWS: usize = 65;
