@@ -4,6 +4,9 @@
 //! all buffers live as long as the session, so per-buffer event tracking would only be in the way. A context is current
 //! on a thread after [`Gpu::bind`]; every public entry of this device calls it first.
 
+mod buffers;
+mod event;
+
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::ptr;
@@ -16,6 +19,9 @@ use super::compile::{self, Unit};
 use super::libraries;
 use super::nvrtc::Nvrtc;
 use crate::{Error, Result};
+
+pub use buffers::{DeviceBuffer, PinnedBuffer};
+pub use event::Event;
 
 /// Oldest compute capability the kernels compile for.
 pub const MIN_CAPABILITY: i32 = 80;
@@ -440,173 +446,6 @@ pub mod plain {
     unsafe impl Plain for f32 {}
     // SAFETY: a u16 inside.
     unsafe impl Plain for half::f16 {}
-}
-use plain::Plain;
-
-/// Memory on the GPU, freed when dropped. Whoever queues work on it keeps it until that work is done.
-#[derive(Debug)]
-pub struct DeviceBuffer {
-    gpu: Gpu,
-    pointer: sys::CUdeviceptr,
-    bytes: u64,
-}
-
-impl DeviceBuffer {
-    /// The address, for kernel arguments.
-    pub fn pointer(&self) -> u64 {
-        self.pointer
-    }
-
-    /// The address `bytes` into the buffer.
-    pub fn at(&self, bytes: u64) -> u64 {
-        debug_assert!(bytes <= self.bytes, "{bytes} is past the end of a buffer of {}", self.bytes);
-        self.pointer + bytes
-    }
-
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Copies `values` to `offset` bytes into the buffer and waits.
-    pub fn write<T: Plain>(&self, offset: u64, values: &[T]) -> Result<()> {
-        self.within(offset, size_of_val(values) as u64)?;
-        self.gpu.bind()?;
-        // SAFETY: the range was checked; the driver has taken the bytes when the call returns.
-        let code = unsafe { result::memcpy_htod_sync(self.pointer + offset, values) };
-        check(code, || "copying to the GPU".to_string())?;
-        settle()
-    }
-
-    /// Waits for queued work, then copies out `count` values from `offset` bytes.
-    pub fn read<T: Plain + Default>(&self, offset: u64, count: usize) -> Result<Vec<T>> {
-        self.within(offset, (count * size_of::<T>()) as u64)?;
-        self.gpu.synchronize()?;
-        let mut values = vec![T::default(); count];
-        // SAFETY: the range was checked, and the copy is done when the call returns.
-        let code = unsafe { result::memcpy_dtoh_sync(&mut values, self.pointer + offset) };
-        check(code, || "copying from the GPU".to_string())?;
-        Ok(values)
-    }
-
-    fn within(&self, offset: u64, bytes: u64) -> Result<()> {
-        if offset + bytes > self.bytes.max(16) {
-            return Err(Error::failed(
-                format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes),
-                "",
-            ));
-        }
-        Ok(())
-    }
-}
-
-impl Drop for DeviceBuffer {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            // SAFETY: allocated in `Gpu::allocate` and freed only here; the driver waits for queued work on it.
-            let _ = unsafe { result::free_sync(self.pointer) };
-        }
-    }
-}
-
-/// Page-locked host memory.
-#[derive(Debug)]
-pub struct PinnedBuffer {
-    gpu: Gpu,
-    pointer: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: plain memory, owned; the driver allows its use from any thread.
-unsafe impl Send for PinnedBuffer {}
-
-impl PinnedBuffer {
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// The address, which is also valid on the GPU (unified addressing).
-    pub fn pointer(&self) -> u64 {
-        self.pointer as u64
-    }
-
-    /// # Safety
-    /// No queued copy or kernel writes these bytes while the slice lives.
-    pub unsafe fn slice(&self) -> &[u8] {
-        // SAFETY: allocated with this length; the caller excludes writers.
-        unsafe { std::slice::from_raw_parts(self.pointer, self.bytes) }
-    }
-
-    /// # Safety
-    /// No queued copy or kernel reads or writes these bytes while the slice lives.
-    pub unsafe fn slice_mut(&mut self) -> &mut [u8] {
-        // SAFETY: allocated with this length; the caller excludes other users.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
-    }
-}
-
-impl Drop for PinnedBuffer {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            // SAFETY: allocated in `Gpu::allocate_pinned` and freed only here.
-            let _ = unsafe { result::free_host(self.pointer.cast()) };
-        }
-    }
-}
-
-/// A point in a stream's work, with a time.
-#[derive(Debug)]
-pub struct Event {
-    gpu: Gpu,
-    raw: sys::CUevent,
-}
-
-// SAFETY: an event handle may be used from any thread.
-unsafe impl Send for Event {}
-
-impl Event {
-    pub fn new(gpu: &Gpu) -> Result<Self> {
-        gpu.bind()?;
-        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
-            .map_err(|error| failure(error, || "creating an event".to_string()))?;
-        Ok(Self { gpu: gpu.clone(), raw })
-    }
-
-    pub(super) fn raw(&self) -> sys::CUevent {
-        self.raw
-    }
-
-    /// Blocks until the work before the event is done.
-    pub fn synchronize(&self) -> Result<()> {
-        // SAFETY: the event is live.
-        check(unsafe { result::event::synchronize(self.raw) }, || "waiting for a step".to_string())
-    }
-
-    /// Whether the work before the event is done.
-    pub fn is_done(&self) -> Result<bool> {
-        // SAFETY: the event is live.
-        match unsafe { result::event::query(self.raw) } {
-            Ok(()) => Ok(true),
-            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            Err(error) => Err(failure(error, || "asking for a step".to_string())),
-        }
-    }
-
-    /// Seconds from `earlier` to this event; both have been passed.
-    pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
-        // SAFETY: both events are live and recorded.
-        let milliseconds = unsafe { result::event::elapsed(earlier.raw, self.raw) }
-            .map_err(|error| failure(error, || "reading an event's time".to_string()))?;
-        Ok(f64::from(milliseconds) * 1e-3)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            // SAFETY: created in `new` and destroyed only here.
-            let _ = unsafe { result::event::destroy(self.raw) };
-        }
-    }
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ pub mod int16;
 mod int16_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int16_avx512;
+mod packed;
 mod portable;
 #[cfg(test)]
 mod tests;
@@ -25,11 +26,10 @@ use std::ops::Range;
 
 use super::isa::{Isa, has_vnni};
 use super::matrix::{Matrix, PANEL, Packing};
-use super::memory::{Scratch, Shared};
 use super::pool::{Ahead, Pool, share};
-use crate::Result;
 use crate::engine::config::CpuMath;
 use int16::Rounded;
+pub use packed::{Activations, Packed, Tiling};
 
 /// Most tokens of a tile: 24 sums of 16 lanes and what they need fill the 32 AVX-512 registers.
 pub const MAX_TILE: usize = 12;
@@ -256,205 +256,6 @@ fn max_tile_of(isa: Isa, math: CpuMath) -> usize {
         CpuMath::Int16 => max_tile(isa).min(int16::max_tokens(isa)),
         CpuMath::F32 | CpuMath::Bf16 => max_tile(isa),
     }
-}
-
-/// How rows of activations are grouped into tiles: as few as possible, of equal size as far as possible.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tiling {
-    pub rows: usize,
-    pub tiles: usize,
-    small: usize,
-    larger: usize,
-}
-
-impl Tiling {
-    pub fn new(rows: usize, max_tile: usize) -> Self {
-        let tiles = rows.div_ceil(max_tile).max(1);
-        Self { rows, tiles, small: rows / tiles, larger: rows % tiles }
-    }
-
-    /// (first row, rows) of a tile.
-    #[inline(always)]
-    pub fn tile(&self, tile: usize) -> (usize, usize) {
-        let start = tile * self.small + tile.min(self.larger);
-        (start, self.small + usize::from(tile < self.larger))
-    }
-}
-
-/// The input of a product, tile by tile and column by column, as the tiles read it.
-#[derive(Debug, Default)]
-pub struct Activations {
-    values: Scratch<f32>,
-    pairs: Scratch<u32>,
-}
-
-/// A view of packed activations that threads write and read.
-#[derive(Debug, Clone, Copy)]
-pub struct Packed {
-    pub tiling: Tiling,
-    pub cols: usize,
-    /// Columns with padding to a pair.
-    padded: usize,
-    values: Shared<f32>,
-    pairs: Shared<u32>,
-    math: CpuMath,
-}
-
-impl Packed {
-    /// Bytes of all rows.
-    pub fn bytes(&self) -> usize {
-        let element = match self.math {
-            CpuMath::F32 | CpuMath::Int16 => 4,
-            CpuMath::Bf16 => 2,
-        };
-        self.tiling.rows * self.padded * element
-    }
-}
-
-impl Activations {
-    /// Room for `rows` rows of `cols` columns; contents are whatever they were.
-    pub fn shape(&mut self, isa: Isa, math: CpuMath, rows: usize, cols: usize) -> Result<Packed> {
-        let padded = cols.next_multiple_of(2);
-        match math {
-            CpuMath::F32 | CpuMath::Int16 => self.values.reserve(rows * padded)?,
-            CpuMath::Bf16 => self.pairs.reserve(rows * padded / 2)?,
-        }
-        Ok(Packed {
-            tiling: Tiling::new(rows, max_tile_of(isa, math)),
-            cols,
-            padded,
-            values: self.values.ptr(),
-            pairs: self.pairs.ptr(),
-            math,
-        })
-    }
-}
-
-impl Packed {
-    /// Stores columns `first..first + columns` of all rows of a tile; `value(t, i)` gives row t, column first + i.
-    ///
-    /// A tile's columns are written in the order they lie in memory, by one thread, so that threads never share a line.
-    ///
-    /// # Safety
-    /// No other thread writes these columns of this tile. In bf16 arithmetic columns lie in pairs, so `first` is even and
-    /// `columns` is even or ends at the last column.
-    #[inline(always)]
-    pub unsafe fn write(
-        &self,
-        tile: usize,
-        first: usize,
-        columns: usize,
-        value: impl Fn(usize, usize) -> f32,
-    ) {
-        debug_assert!(first + columns <= self.cols);
-        let (start, tokens) = self.tiling.tile(tile);
-        if self.math == CpuMath::Bf16 {
-            // SAFETY: inside `rows * padded / 2` pairs; disjointness is the caller's promise.
-            let out = unsafe {
-                self.pairs.part(start * self.padded / 2 + first / 2 * tokens, columns.div_ceil(2) * tokens)
-            };
-            for (pair, out) in out.chunks_exact_mut(tokens).enumerate() {
-                let odd = 2 * pair + 1 < columns;
-                for (t, out) in out.iter_mut().enumerate() {
-                    let high = if odd { round_to_bf16(value(t, 2 * pair + 1)) } else { 0 };
-                    *out = round_to_bf16(value(t, 2 * pair)) >> 16 | high & 0xffff_0000;
-                }
-            }
-            return;
-        }
-        let padding = if first + columns == self.cols { self.padded - self.cols } else { 0 };
-        // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
-        let out =
-            unsafe { self.values.part(start * self.padded + first * tokens, (columns + padding) * tokens) };
-        if tokens == 1 {
-            // The same without a loop over one token, which the compiler vectorises.
-            let (out, padding) = out.split_at_mut(columns);
-            out.iter_mut().enumerate().for_each(|(i, out)| *out = value(0, i));
-            padding.fill(0.0);
-            return;
-        }
-        for (i, out) in out.chunks_exact_mut(tokens).enumerate() {
-            for (t, out) in out.iter_mut().enumerate() {
-                *out = if i < columns { value(t, i) } else { 0.0 };
-            }
-        }
-    }
-
-    /// Stores all rows of a tile from rows `stride` apart.
-    ///
-    /// # Safety
-    /// No other thread writes this tile.
-    #[inline(always)]
-    pub unsafe fn write_rows(&self, tile: usize, rows: &[f32], stride: usize) {
-        let (_, tokens) = self.tiling.tile(tile);
-        let mut parts: [&[f32]; MAX_TILE] = [&[]; MAX_TILE];
-        for (t, part) in parts.iter_mut().enumerate().take(tokens) {
-            *part = &rows[t * stride..t * stride + self.cols];
-        }
-        if tokens == 1 {
-            let row = parts[0];
-            // SAFETY: as below.
-            return unsafe { self.write(tile, 0, self.cols, |_, i| row[i]) };
-        }
-        // SAFETY: promised by the caller; a whole tile ends at the last column.
-        unsafe { self.write(tile, 0, self.cols, |t, i| parts[t][i]) };
-    }
-
-    /// (row, panel) of result `index` of a tile: of a lone row there is one for each panel, else there is one panel and one
-    /// for each row of the tile.
-    #[inline(always)]
-    pub fn place(&self, panels: &Range<usize>, tile: usize, index: usize) -> (usize, usize) {
-        match self.tiling.rows {
-            1 => (0, panels.start + index),
-            _ => (self.tiling.tile(tile).0 + index, panels.start),
-        }
-    }
-
-    /// Tiles that a panel meets one after the other: as many as stay in a core's L2 while panels pass by.
-    fn block_tiles(&self) -> usize {
-        let tiles = self.tiling.tiles;
-        let tile_bytes = (self.tiling.rows * self.padded * 4 / tiles).max(1);
-        let most = (ACTIVATION_BLOCK_BYTES / tile_bytes).clamp(1, tiles);
-        tiles.div_ceil(tiles.div_ceil(most))
-    }
-
-    /// Results of a tile.
-    #[inline(always)]
-    pub fn results(&self, panels: &Range<usize>, tile: usize) -> usize {
-        if self.tiling.rows == 1 { panels.len() } else { self.tiling.tile(tile).1 }
-    }
-
-    /// Appends a row of f32 activations to `out`; the rows have been written.
-    pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
-        debug_assert_ne!(self.math, CpuMath::Bf16);
-        for tile in 0..self.tiling.tiles {
-            let (start, tokens) = self.tiling.tile(tile);
-            if (start..start + tokens).contains(&row) {
-                // SAFETY: inside `rows * padded` values, which nobody writes between the phases of a step.
-                let values = unsafe { self.values.part(start * self.padded, self.cols * tokens) };
-                out.extend(values.iter().skip(row - start).step_by(tokens));
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn tile_values(&self, tile: usize) -> *const f32 {
-        let (start, _) = self.tiling.tile(tile);
-        // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many.
-        unsafe {
-            match self.math {
-                CpuMath::F32 | CpuMath::Int16 => self.values.get().add(start * self.padded),
-                CpuMath::Bf16 => self.pairs.get().add(start * self.padded / 2).cast(),
-            }
-        }
-    }
-}
-
-/// The bits of `value` rounded to the nearest even bf16 in the upper half; the lower half is left over.
-#[inline(always)]
-fn round_to_bf16(value: f32) -> u32 {
-    let bits = value.to_bits();
-    bits.wrapping_add(0x7fff + (bits >> 16 & 1))
 }
 
 /// A matrix made ready to be multiplied by a tiling: tile functions chosen once.
