@@ -99,9 +99,12 @@ impl Bench {
     }
 
     fn print_kernels(&mut self, what: &str, ticket: Ticket, read_bytes_per_s: f64) {
-        let output = self.session.wait(ticket).unwrap();
+        let mut kernels = self.session.wait(ticket).unwrap().kernels;
+        // Where CUPTI times them, they come with the end of the trace.
+        let end = self.session.finish_trace().unwrap();
+        kernels.extend(end.kernels.into_iter().filter(|(of, _)| *of == ticket).flat_map(|(_, found)| found));
         let mut by_name: BTreeMap<&str, (usize, f64, u64, u64)> = BTreeMap::new();
-        for kernel in &output.kernels {
+        for kernel in &kernels {
             let entry = by_name.entry(&kernel.name).or_default();
             entry.0 += 1;
             entry.1 += kernel.end_s - kernel.start_s;
@@ -110,7 +113,8 @@ impl Bench {
         }
         let mut rows: Vec<_> = by_name.into_iter().collect();
         rows.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
-        println!("\nkernels of {what}, launched one by one (times include about 2 us of event each)");
+        println!("\nkernels of {what}");
+        end.notes.iter().for_each(|note| println!("({note})"));
         println!(
             "{:<28} {:>5} {:>9} {:>9} {:>8} {:>8} {:>6}",
             "kernel", "runs", "total ms", "us each", "GB/s", "TFLOP/s", "roof"
