@@ -88,7 +88,11 @@ impl CalibrateFlags {
             text += &line("held back", &calibration.held_out);
             text += &line("  decode", &calibration.held_out_decode);
             text += &line("  with a prompt", &calibration.held_out_prefill);
-            text += &format!("\n--device {device}\n");
+            // What a step moves depends on how often states are written, which a device of fitted figures does not know.
+            let interval = results.record.arms.iter().filter_map(|arm| arm.engine.state_write_interval).max();
+            let set = interval.filter(|&tokens| tokens > 1);
+            let set = set.map_or(String::new(), |tokens| format!(" --set state_write_interval={tokens}"));
+            text += &format!("\n--device {device}{set}\n");
         }
         output::data(&text)
     }

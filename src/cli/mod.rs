@@ -59,7 +59,7 @@ enum Command {
     Diff(diff::DiffFlags),
     /// Text from a model
     Generate(generate::GenerateFlags),
-    /// Logits of given tokens as JSON
+    /// Logits of given tokens as JSON, on the CPU in f32 arithmetic whatever cpu_math says
     Logits(logits::LogitsFlags),
     /// Look at a model, fetch one, write a synthetic one, measure perplexity
     Model(model::ModelFlags),

@@ -6,7 +6,7 @@
 //! finished is ever overwritten: a new run makes a new folder, and run.json is replaced by renaming over it.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -28,6 +28,22 @@ pub struct ResultsFolder {
     finished: Vec<Cell>,
     /// Length of each file with only finished rows in it.
     lengths: BTreeMap<String, u64>,
+    /// Locked while the folder is written to; the system lets go when the process ends, however it does.
+    _lock: File,
+}
+
+/// # Errors
+/// Another process writes to the folder.
+fn lock(folder: &Path) -> Result<File> {
+    let file = File::open(folder).map_err(|error| Error::read(folder, &error))?;
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(Error::invalid(
+            format!("{}: this run is still going, in another process", folder.display()),
+            "wait for it, or end it, before it is resumed",
+        )),
+        // (Where the system has no locks there is none.)
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(file),
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -63,7 +79,10 @@ impl ResultsFolder {
                 Sha256::digest(unique).iter().take(3).map(|byte| format!("{byte:02x}")).collect();
             let path = parent.join(format!("{date}-{slug}-{id}"));
             match std::fs::create_dir(&path) {
-                Ok(()) => return Ok(Self { path, finished: Vec::new(), lengths: BTreeMap::new() }),
+                Ok(()) => {
+                    let _lock = lock(&path)?;
+                    return Ok(Self { path, finished: Vec::new(), lengths: BTreeMap::new(), _lock });
+                }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(unwritable(&path, &error)),
             }
@@ -76,7 +95,9 @@ impl ResultsFolder {
 
     /// Opens a folder to continue in, and cuts off what a kill left half written.
     pub fn reopen(path: &Path) -> Result<Self> {
-        let mut folder = Self { path: path.to_path_buf(), finished: Vec::new(), lengths: BTreeMap::new() };
+        let _lock = lock(path)?;
+        let mut folder =
+            Self { path: path.to_path_buf(), finished: Vec::new(), lengths: BTreeMap::new(), _lock };
         let (lines, valid_bytes) = read_journal(path)?;
         for line in lines {
             folder.finished.push(line.cell);
@@ -217,11 +238,24 @@ mod tests {
         let path = folder.path().to_path_buf();
         append_text(&path.join("summary.csv"), "3,").unwrap();
         append_text(&path.join(JOURNAL), "{\"cell\":{\"ar").unwrap();
+        drop(folder);
         let mut folder = ResultsFolder::reopen(&path).unwrap();
         assert_eq!(folder.finished(), [cell(0)]);
         folder.append(cell(1), &files("3,4\n")).unwrap();
         assert_eq!(std::fs::read_to_string(path.join("summary.csv")).unwrap(), "a,b\n1,2\n3,4\n");
+        drop(folder);
         assert_eq!(ResultsFolder::reopen(&path).unwrap().finished(), [cell(0), cell(1)]);
+    }
+
+    #[test]
+    fn a_folder_that_is_written_to_is_opened_once() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = ResultsFolder::create(root.path(), "e", "cpu", "plan").unwrap();
+        let error = ResultsFolder::reopen(folder.path()).unwrap_err();
+        assert!(error.to_string().contains("still going"), "{error}");
+        let path = folder.path().to_path_buf();
+        drop(folder);
+        ResultsFolder::reopen(&path).unwrap();
     }
 
     #[test]
@@ -230,7 +264,10 @@ mod tests {
         let mut folder = ResultsFolder::create(root.path(), "e", "cpu", "plan").unwrap();
         folder.append(cell(0), &files("1,2\n")).unwrap();
         std::fs::write(folder.file("summary.csv"), "a,").unwrap();
-        assert_eq!(ResultsFolder::reopen(folder.path()).unwrap_err().exit_code(), 2);
+        let path = folder.path().to_path_buf();
+        drop(folder);
+        let error = ResultsFolder::reopen(&path).unwrap_err();
+        assert!(error.exit_code() == 2 && error.to_string().contains("the journal names"), "{error}");
     }
 
     #[test]

@@ -52,6 +52,9 @@ pub struct Knob {
 
 const COUNT: Kind = Kind::Integer { min: 1, max: 1 << 40 };
 const AUTO_COUNT: Kind = Kind::AutoInteger { min: 1, max: 1 << 40 };
+/// Requests of a run, and tokens of a request: what is made of them before a run has to fit in memory.
+const REQUESTS: Kind = Kind::Integer { min: 1, max: 1 << 20 };
+const TOKENS: Kind = Kind::Integer { min: 1, max: 1 << 24 };
 const DTYPE: Kind = Kind::Choice(&["auto", "f32", "f16", "bf16"]);
 
 const fn engine(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
@@ -121,11 +124,15 @@ pub static KNOBS: &[Knob] = &[
         Kind::Float { min: 1e-3, max: 1e6 },
         "shape of the gaps between arrivals; 1 is Poisson",
     ),
-    load("concurrency", AUTO_COUNT, "clients of a closed loop, each with one request in flight"),
+    load(
+        "concurrency",
+        Kind::AutoInteger { min: 1, max: 1 << 20 },
+        "clients of a closed loop, each with one request in flight",
+    ),
     load("think_time_s", Kind::Float { min: 0.0, max: 1e6 }, "mean pause of a closed loop's client, seconds"),
-    load("prompts", COUNT, "requests in the measured run"),
-    load("input_len", COUNT, "prompt tokens of a request"),
-    load("output_len", COUNT, "generated tokens of a request"),
+    load("prompts", REQUESTS, "requests in the measured run"),
+    load("input_len", TOKENS, "prompt tokens of a request"),
+    load("output_len", TOKENS, "generated tokens of a request"),
     load(
         "prefix_len",
         Kind::Integer { min: 0, max: 1 << 40 },

@@ -199,6 +199,18 @@ fn lay(under: &mut Table, over: &Table) {
     under.extend(over.iter().map(|(key, value)| (key.clone(), value.clone())));
 }
 
+/// The same, tables within tables key by key: what a flag leaves out stays as the experiment has it.
+fn lay_deep(under: &mut Table, over: &Table) {
+    for (key, value) in over {
+        match (under.get_mut(key), value) {
+            (Some(Value::Table(under)), Value::Table(over)) => lay_deep(under, over),
+            _ => {
+                under.insert(key.clone(), value.clone());
+            }
+        }
+    }
+}
+
 fn lay_values(under: &mut Vec<Value>, over: &[Value]) {
     if !over.is_empty() {
         *under = over.to_vec();
@@ -376,7 +388,7 @@ fn resolve(
         load.insert("slo".to_string(), Value::Table(limits.collect()));
     }
     for text in &options.load {
-        lay(&mut load, &load_keys(text)?);
+        lay_deep(&mut load, &load_keys(text)?);
     }
     for (knob, setting) in axis {
         knob.set(&mut engine, &mut load, setting);

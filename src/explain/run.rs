@@ -66,6 +66,8 @@ pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<Sim
     engine.kv_blocks = Some(resolved.kv_blocks);
     engine.state_slots = (resolved.state_slots > 0).then_some(resolved.state_slots);
     engine.gpu_memory = None;
+    // As asked for: what auto means is the simulated rig's own.
+    engine.last_layer = planned.engine.last_layer;
     engine.kv_dtype = dtype(&resolved.kv_dtype);
     engine.state_dtype = dtype(&resolved.state_dtype);
     Ok(SimulatedArm {

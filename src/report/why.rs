@@ -125,12 +125,15 @@ fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
             bytes(ceilings.read_bytes_per_s),
             number(stream_ms),
         );
+        if fit.shared_ms < stream_ms {
+            text += "The line begins below that, since the largest batches are bound by arithmetic, which steepens it.\n";
+        }
     }
     match fit.crossing() {
         Some(crossing) if crossing >= 1.0 => {
             text += &format!(
                 "They cross at {} sequences: below it a further sequence rides almost free, beyond it each one costs \
-                 nearly its full price, and tokens/s level off towards {}.\n",
+                 nearly its full price, and decoding alone would level off towards {} tokens/s.\n",
                 number(crossing),
                 number(1e3 / fit.private_ms),
             );

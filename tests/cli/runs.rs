@@ -295,3 +295,12 @@ fn part_6_takes_its_models_apart_and_judges_both_readings() {
     // The pool that a log printed is that model's alone: with fewer bytes of weights more requests fit.
     assert!(seats("9b-awq-rate-inf").as_u64() > Some(103), "{}", seats("9b-awq-rate-inf"));
 }
+
+/// What `auto` meant on one simulated rig is not what another is asked for.
+#[test]
+fn a_run_on_one_simulated_rig_is_explained_by_another() {
+    let env = TestEnv::new();
+    env.run("run part3-batching-cliff --device sim:h100 --arms max_num_seqs=4").ok();
+    let folder = env.only_result();
+    env.run(&format!("explain {} --sim sim:series", folder.display())).ok();
+}

@@ -142,3 +142,11 @@ fn sweeps_cross_or_pair() {
     let plan = build_sweep(&experiments["a"], &options, &rig).unwrap();
     assert_eq!(names(&plan), ["max_num_seqs=1 input_len=8", "max_num_seqs=2 input_len=16"]);
 }
+
+#[test]
+fn a_key_of_a_table_leaves_the_others_as_they_are() {
+    let table = |text: &str| toml::from_str::<toml::Table>(text).unwrap();
+    let mut load = table("prompts = 3\nprobe = { victims = 6, injectors = 3 }");
+    lay_deep(&mut load, &table("probe.victims = 2\nrate = 1.5"));
+    assert_eq!(load, table("prompts = 3\nrate = 1.5\nprobe = { victims = 2, injectors = 3 }"));
+}
