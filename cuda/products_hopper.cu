@@ -168,24 +168,14 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
     }
 }
 
-#define BATCH(NAME, N, GROUPS, BLOCKS)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 64, BLOCKS) NAME(const __grid_constant__ BatchProduct p) { \
+#define BATCH_NAME(N, GROUPS) product_batch_##N##_##GROUPS
+#define BATCH(N, GROUPS, BLOCKS)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 64, BLOCKS)                                            \
+        BATCH_NAME(N, GROUPS)(const __grid_constant__ BatchProduct p) {                                                \
         batch_product<N, GROUPS>(p);                                                                                   \
     }
 
-// ---- instances ----
-BATCH(product_batch_8_1, 8, 1, 2)
-BATCH(product_batch_8_2, 8, 2, 2)
-BATCH(product_batch_8_3, 8, 3, 2)
-BATCH(product_batch_16_1, 16, 1, 2)
-BATCH(product_batch_16_2, 16, 2, 2)
-BATCH(product_batch_16_3, 16, 3, 2)
-BATCH(product_batch_32_1, 32, 1, 2)
-BATCH(product_batch_32_2, 32, 2, 2)
-BATCH(product_batch_32_3, 32, 3, 2)
-BATCH(product_batch_64_1, 64, 1, 2)
-BATCH(product_batch_64_2, 64, 2, 2)
-BATCH(product_batch_64_3, 64, 3, 2)
-BATCH(product_batch_128_1, 128, 1, 2)
-BATCH(product_batch_128_2, 128, 2, 2)
-BATCH(product_batch_128_3, 128, 3, 1)
+// ---- instances: columns of the product (rows of x) by COLUMNS, one of 8, 16, 32, 64, 128 for each compilation ----
+BATCH(COLUMNS, 1, 2)
+BATCH(COLUMNS, 2, 2)
+BATCH(COLUMNS, 3, COLUMNS == 128 ? 1 : 2)

@@ -174,19 +174,13 @@ template <int N, int TILES> DEVICE void wide_product(const BatchProduct &p) {
     }
 }
 
-#define WIDE(NAME, N, TILES)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS(N, TILES), 1) NAME(const __grid_constant__ BatchProduct p) { \
+#define WIDE_NAME(BATCH, N) product_wide_##BATCH##_##N
+#define WIDE(BATCH, N, TILES)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS(N, TILES), 1)                                                 \
+        WIDE_NAME(BATCH, N)(const __grid_constant__ BatchProduct p) {                                                  \
         wide_product<N, TILES>(p);                                                                                     \
     }
 
-// ---- instances ----
-WIDE(product_wide_128_80, 80, 1)
-WIDE(product_wide_128_96, 96, 1)
-WIDE(product_wide_128_112, 112, 1)
-WIDE(product_wide_128_128, 128, 1)
-WIDE(product_wide_128_144, 144, 1)
-WIDE(product_wide_256_80, 80, 2)
-WIDE(product_wide_256_96, 96, 2)
-WIDE(product_wide_256_112, 112, 2)
-WIDE(product_wide_256_128, 128, 2)
-WIDE(product_wide_256_144, 144, 2)
+// ---- instances: rows of W by TALLEST, one of 80, 96, 112, 128, 144 for each compilation ----
+WIDE(128, TALLEST, 1)
+WIDE(256, TALLEST, 2)

@@ -3,6 +3,7 @@
 
 mod wide;
 
+use super::compile::Unit;
 use super::driver::plain::Plain;
 use super::driver::{Gpu, Kernel};
 use super::launch::{Arg, Launch, LaunchCost, Stream, bytes_of};
@@ -39,23 +40,14 @@ const WIDE_ROWS: usize = 96;
 
 /// Rows of x that a block takes, and the most groups there is a kernel for.
 const BATCHES: [(usize, usize); 5] = [(8, 3), (16, 3), (32, 3), (64, 3), (128, 3)];
-pub(super) const WIDE_NAMES: &[&str] = wide::NAMES;
-pub(super) const NAMES: &[&str] = &[
-    "product_batch_8_1",
-    "product_batch_8_2",
-    "product_batch_8_3",
-    "product_batch_16_1",
-    "product_batch_16_2",
-    "product_batch_16_3",
-    "product_batch_32_1",
-    "product_batch_32_2",
-    "product_batch_32_3",
-    "product_batch_64_1",
-    "product_batch_64_2",
-    "product_batch_64_3",
-    "product_batch_128_1",
-    "product_batch_128_2",
-    "product_batch_128_3",
+pub(super) use wide::NAMES as WIDE_NAMES;
+/// By the rows of x and the groups.
+pub(super) const NAMES: [[&str; 3]; 5] = [
+    ["product_batch_8_1", "product_batch_8_2", "product_batch_8_3"],
+    ["product_batch_16_1", "product_batch_16_2", "product_batch_16_3"],
+    ["product_batch_32_1", "product_batch_32_2", "product_batch_32_3"],
+    ["product_batch_64_1", "product_batch_64_2", "product_batch_64_3"],
+    ["product_batch_128_1", "product_batch_128_2", "product_batch_128_3"],
 ];
 
 /// `BatchProduct` of cuda/products_hopper.cuh.
@@ -162,14 +154,14 @@ impl BatchProducts {
     /// # Errors
     /// Compilation or loading.
     pub fn open(gpu: &Gpu) -> Result<Option<Self>> {
-        let unit = &units::PRODUCTS_HOPPER;
-        if !unit.supports(gpu.facts().capability) {
+        if !units::PRODUCTS_HOPPER[0].supports(gpu.facts().capability) {
             return Ok(None);
         }
-        let all = |unit, names: &[&'static str]| {
-            names.iter().map(|name| gpu.kernel(unit, name)).collect::<Result<_>>()
+        let all = |units: &[Unit]| {
+            let names = units.iter().flat_map(|unit| unit.hot.iter().map(move |name| (unit, name)));
+            names.map(|(unit, name)| gpu.kernel(unit, name)).collect::<Result<Vec<_>>>()
         };
-        let (kernels, wide) = (all(unit, NAMES)?, all(&units::PRODUCTS_WIDE, WIDE_NAMES)?);
+        let (kernels, wide) = (all(&units::PRODUCTS_HOPPER)?, all(&units::PRODUCTS_WIDE)?);
         Ok(Some(Self { kernels, wide, multiprocessors: gpu.facts().multiprocessors as usize }))
     }
 
@@ -289,10 +281,13 @@ mod tests {
     fn structures_agree_with_the_kernels() {
         assert_eq!(size_of::<BatchArguments>() % 64, 0);
         let groups: usize = BATCHES.iter().map(|(_, groups)| groups).sum();
-        assert_eq!(groups, NAMES.len());
+        assert_eq!(groups, NAMES.as_flattened().len());
         for (batch, rows) in [(8, 64), (16, 64), (32, 144), (64, 65), (128, 192)] {
             let cut = Cut { batch, rows, parts: 1, stages: 4 };
-            assert_eq!(NAMES[cut.kernel()], format!("product_batch_{batch}_{}", rows.div_ceil(64)));
+            assert_eq!(
+                NAMES.as_flattened()[cut.kernel()],
+                format!("product_batch_{batch}_{}", rows.div_ceil(64))
+            );
         }
     }
 
@@ -312,7 +307,7 @@ mod tests {
                 let cut = cut(rows, n, k, max_parts, multiple, 132);
                 let what = format!("{rows} rows, {n} x {k}: {cut:?}");
                 assert!(cut.rows.is_multiple_of(multiple) && (1..=max_parts).contains(&cut.parts), "{what}");
-                assert!(cut.kernel() < NAMES.len() && cut.stages >= 2, "{what}");
+                assert!(cut.kernel() < NAMES.as_flattened().len() && cut.stages >= 2, "{what}");
                 assert!(cut.shared_bytes() + 512 <= 227 << 10, "{what}");
                 let sums = 4 * cut.batch * (GROUP_ROWS * cut.groups() + 4);
                 assert!(sums <= cut.stages * cut.stage_bytes(), "{what}");

@@ -200,7 +200,7 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 struct Modules {
-    loaded: HashMap<(&'static str, usize), sys::CUmodule>,
+    loaded: HashMap<ModuleKey, sys::CUmodule>,
     nvrtc: Option<Arc<Nvrtc>>,
 }
 
@@ -227,8 +227,10 @@ impl Drop for Inner {
 }
 
 /// Units with the same file and the same definitions are one module.
-fn module_key(unit: &Unit) -> (&'static str, usize) {
-    (unit.file, unit.defines.as_ptr() as usize)
+type ModuleKey = (&'static str, &'static [(&'static str, &'static str)]);
+
+fn module_key(unit: &Unit) -> ModuleKey {
+    (unit.file, unit.defines)
 }
 
 /// One GPU: its primary context and the kernels loaded into it. Clones share it.

@@ -136,13 +136,26 @@ pub const PRODUCTS: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
-pub const PRODUCTS_HOPPER: Unit = Unit {
-    file: "products_hopper.cu",
-    source: include_str!("../../../../cuda/products_hopper.cu"),
-    defines: &[],
-    hot: super::batch_product::NAMES,
-    min_capability: 90,
-    max_capability: 90,
+/// One for each number of rows of x: a file of many large kernels would be what all others wait for.
+pub const PRODUCTS_HOPPER: [Unit; 5] = {
+    const fn of(columns: &'static [(&'static str, &'static str)], hot: &'static [&'static str]) -> Unit {
+        Unit {
+            file: "products_hopper.cu",
+            source: include_str!("../../../../cuda/products_hopper.cu"),
+            defines: columns,
+            hot,
+            min_capability: 90,
+            max_capability: 90,
+        }
+    }
+    use super::batch_product::NAMES;
+    [
+        of(&[("COLUMNS", "8")], &NAMES[0]),
+        of(&[("COLUMNS", "16")], &NAMES[1]),
+        of(&[("COLUMNS", "32")], &NAMES[2]),
+        of(&[("COLUMNS", "64")], &NAMES[3]),
+        of(&[("COLUMNS", "128")], &NAMES[4]),
+    ]
 };
 
 pub const GEMM_HOPPER: Unit = Unit {
@@ -154,13 +167,26 @@ pub const GEMM_HOPPER: Unit = Unit {
     max_capability: 90,
 };
 
-pub const PRODUCTS_WIDE: Unit = Unit {
-    file: "products_wide.cu",
-    source: include_str!("../../../../cuda/products_wide.cu"),
-    defines: &[],
-    hot: super::batch_product::WIDE_NAMES,
-    min_capability: 90,
-    max_capability: 90,
+/// One for each number of rows of W.
+pub const PRODUCTS_WIDE: [Unit; 5] = {
+    const fn of(tallest: &'static [(&'static str, &'static str)], hot: &'static [&'static str]) -> Unit {
+        Unit {
+            file: "products_wide.cu",
+            source: include_str!("../../../../cuda/products_wide.cu"),
+            defines: tallest,
+            hot,
+            min_capability: 90,
+            max_capability: 90,
+        }
+    }
+    use super::batch_product::WIDE_NAMES;
+    [
+        of(&[("TALLEST", "80")], &WIDE_NAMES[0]),
+        of(&[("TALLEST", "96")], &WIDE_NAMES[1]),
+        of(&[("TALLEST", "112")], &WIDE_NAMES[2]),
+        of(&[("TALLEST", "128")], &WIDE_NAMES[3]),
+        of(&[("TALLEST", "144")], &WIDE_NAMES[4]),
+    ]
 };
 
 pub const INT4: Unit = Unit {
@@ -222,13 +248,23 @@ pub const INT4_PACK: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
-/// All of them.
+/// All of them, about those first that take the compiler longest.
 pub const ALL: &[&Unit] = &[
-    &PRODUCTS,
-    &PRODUCTS_HOPPER,
-    &GEMM_HOPPER,
-    &PRODUCTS_WIDE,
+    &ATTENTION,
     &INT4,
+    &DELTA,
+    &PRODUCTS_WIDE[4],
+    &PRODUCTS_WIDE[3],
+    &PRODUCTS_WIDE[2],
+    &PRODUCTS_WIDE[1],
+    &PRODUCTS_WIDE[0],
+    &PRODUCTS_HOPPER[4],
+    &PRODUCTS_HOPPER[3],
+    &PRODUCTS_HOPPER[2],
+    &PRODUCTS_HOPPER[1],
+    &PRODUCTS_HOPPER[0],
+    &PRODUCTS,
+    &GEMM_HOPPER,
     &INT4_RING,
     &INT4_HOPPER,
     &INT4_HOPPER_SMALL_GROUPS,
@@ -236,9 +272,7 @@ pub const ALL: &[&Unit] = &[
     &INT4_BATCH_SMALL_GROUPS,
     &INT4_PACK,
     &NORM,
-    &DELTA,
     &DELTA_STREAM,
-    &ATTENTION,
     &SAMPLE,
     &WEIGHTS,
     &PROBE,

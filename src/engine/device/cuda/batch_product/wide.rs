@@ -13,17 +13,13 @@ const TALLEST: [usize; 5] = [80, 96, 112, 128, 144];
 const BESIDES_ROWS: usize = 8;
 /// Blocks with more sums than these have a third group of four warps, to take registers from.
 const EQUAL_REGISTERS_SUMS: usize = 256 * 128;
-pub(in super::super) const NAMES: &[&str] = &[
-    "product_wide_128_80",
-    "product_wide_128_96",
-    "product_wide_128_112",
-    "product_wide_128_128",
-    "product_wide_128_144",
-    "product_wide_256_80",
-    "product_wide_256_96",
-    "product_wide_256_112",
-    "product_wide_256_128",
-    "product_wide_256_144",
+/// By the rows of W, then those of x.
+pub(in super::super) const NAMES: [[&str; 2]; 5] = [
+    ["product_wide_128_80", "product_wide_256_80"],
+    ["product_wide_128_96", "product_wide_256_96"],
+    ["product_wide_128_112", "product_wide_256_112"],
+    ["product_wide_128_128", "product_wide_256_128"],
+    ["product_wide_128_144", "product_wide_256_144"],
 ];
 
 /// How a product is cut into blocks.
@@ -78,10 +74,10 @@ impl Cut {
         tallest(self.rows).unwrap_or(self.rows)
     }
 
-    /// Index among [`NAMES`].
+    /// Index among all of [`NAMES`].
     pub(super) fn kernel(&self) -> usize {
         let before = |sizes: &[usize], size: usize| sizes.iter().take_while(|&&other| other < size).count();
-        before(&BATCHES, self.batch) * TALLEST.len() + before(&TALLEST, self.rows)
+        before(&TALLEST, self.rows) * BATCHES.len() + before(&BATCHES, self.batch)
     }
 
     pub(super) fn threads(&self) -> usize {
@@ -131,7 +127,7 @@ mod tests {
                 assert!(cut.rows.is_multiple_of(multiple) && (1..=max_parts).contains(&cut.parts), "{what}");
                 assert!(cut.stages >= 4 && cut.shared_bytes() + 256 <= 227 << 10, "{what}");
                 let name = format!("product_wide_{}_{}", cut.batch, cut.tallest());
-                assert_eq!(NAMES[cut.kernel()], name);
+                assert_eq!(NAMES.as_flattened()[cut.kernel()], name);
                 assert_eq!(n.div_ceil(cut.rows) * cut.parts, blocks, "{what}");
                 // A warp's 16 rows of fp16 results lie in the ring.
                 assert!(8 * 16 * (2 * cut.tallest() + 16) <= cut.stages * cut.stage_bytes(), "{what}");
