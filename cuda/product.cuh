@@ -69,12 +69,12 @@ DEVICE void stream_output(const Product &p, float4 sum, u32 unit, u32 tile) {
     }
 }
 
-template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = STREAM_WARPS> DEVICE void stream_product(const Product &p) {
+// Each warp's sums of its `share` of `shares` equal runs of blocks of a unit.
+template <class Weights, int TILES, int LOADS, int AHEAD, int WARPS>
+DEVICE void stream_sums(const Product &p, float4 (&sums)[WARPS][TILES][32], u32 unit, u32 share, u32 shares) {
     constexpr int COLS = Weights::COLS, WORDS = COLS / 32;
-    __shared__ float4 sums[WARPS][TILES][32];
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
-    u32 unit = blockIdx.x, blocks = p.k / COLS;
-    u32 shares = WARPS * p.parts, share = blockIdx.y * WARPS + warp;
+    u32 blocks = p.k / COLS;
     u32 at = blocks * share / shares, end = blocks * (share + 1) / shares, load_at = at;
     u32 step = Weights::step_bytes(p);
     const u8 *from = Weights::start(p, unit, at);
@@ -115,14 +115,23 @@ template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = ST
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++) sums[warp][t][lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
-    __syncthreads();
-    if (warp >= TILES) return;
-    u32 t = warp;
-    float4 sum = sums[0][t][lane];
-#pragma unroll
-    for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][t][lane]);
+}
 
-    stream_output(p, sum, unit, t);
+// The block's sum of a tile, by one warp, after all have written theirs.
+template <int WARPS, int TILES> DEVICE float4 sum_of_warps(const float4 (&sums)[WARPS][TILES][32], u32 tile) {
+    u32 lane = threadIdx.x & 31;
+    float4 sum = sums[0][tile][lane];
+#pragma unroll
+    for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][tile][lane]);
+    return sum;
+}
+
+template <class Weights, int TILES, int LOADS, int AHEAD = LOADS, int WARPS = STREAM_WARPS> DEVICE void stream_product(const Product &p) {
+    __shared__ float4 sums[WARPS][TILES][32];
+    u32 warp = threadIdx.x >> 5;
+    stream_sums<Weights, TILES, LOADS, AHEAD, WARPS>(p, sums, blockIdx.x, blockIdx.y * WARPS + warp, WARPS * p.parts);
+    __syncthreads();
+    if (warp < TILES) stream_output(p, sum_of_warps(sums, warp), blockIdx.x, warp);
 }
 
 // ---- many rows ----

@@ -196,9 +196,19 @@ fn check_best(case: &Case, logits: &[f64], stride: usize, what: &str) {
     }
 }
 
-// The widest has more units of 16 rows than four for each multiprocessor.
-const SHAPES: [(usize, usize); 8] =
-    [(16, 64), (48, 320), (2560, 256), (272, 2560), (144, 9216), (208, 264), (24, 72), (8464, 128)];
+// Small ones, k of which a cluster shares; the widest has more units of 16 rows than four for each multiprocessor.
+const SHAPES: [(usize, usize); 10] = [
+    (16, 64),
+    (48, 320),
+    (64, 4096),
+    (128, 4672),
+    (2560, 256),
+    (272, 2560),
+    (144, 9216),
+    (208, 264),
+    (24, 72),
+    (8464, 128),
+];
 
 #[test]
 fn products_of_own_kernels_agree_with_plain_loops() {

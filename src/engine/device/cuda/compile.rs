@@ -56,8 +56,9 @@ pub const ANY_LATER: i32 = i32::MAX;
 /// Targets that must always compile; a GPU at run time may be another.
 pub const TARGETS: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"];
 
-const HEADERS: [(&str, &str); 8] = [
+const HEADERS: [(&str, &str); 9] = [
     ("half.cuh", include_str!("../../../../cuda/half.cuh")),
+    ("fp16.cuh", include_str!("../../../../cuda/fp16.cuh")),
     ("int4.cuh", include_str!("../../../../cuda/int4.cuh")),
     ("product.cuh", include_str!("../../../../cuda/product.cuh")),
     ("products_hopper.cuh", include_str!("../../../../cuda/products_hopper.cuh")),

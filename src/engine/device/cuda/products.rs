@@ -2,6 +2,7 @@
 //!
 //! | rows of x | product |
 //! |---|---|
+//! | to 256, W of at most 128 rows, from Hopper on | `product_small_*` ([`small`]): k cut across a cluster, since nothing of it is bandwidth |
 //! | to 128 on Hopper, 256 without cuBLASLt | `product_batch_*`, `product_wide_*` ([`batch_product`](super::batch_product)): one block a multiprocessor, fed by the copy engine |
 //! | more than 448 on Hopper (256 without cuBLASLt) | `gemm_*` ([`gemm`](super::gemm)), or cuBLASLt where that was found faster |
 //! | few elsewhere (1 to 8, to 32 without cuBLASLt) | `product_stream_*`: memory-bound, W read once at the speed of the memory |
@@ -13,9 +14,12 @@
 mod int4;
 mod int4_batch;
 mod int4_ring;
+mod small;
 
 use self::int4::Int4Products;
 pub(super) use self::int4_ring::NAMES as INT4_RING_NAMES;
+pub(super) use self::small::NAMES as SMALL_NAMES;
+use self::small::SmallProducts;
 use super::batch_product::{BatchProducts, FASTER_ROWS};
 use super::cublaslt::{CublasLt, Family, Rival, Shape, Sums};
 use super::driver::plain::Plain;
@@ -32,9 +36,7 @@ const LIBRARY_ROWS: usize = 9;
 /// `product_stream_8_short` is the faster one to this many columns, from four units of 16 rows a multiprocessor to so many
 /// that start and end no longer matter.
 const SHORT_COLS: usize = 4096;
-/// Elements of W below which `product_stream_*` stays the one for few rows on Hopper too. A matrix so small (the gates of a delta net
-/// whose other projections have 4 bits) is all start and end; and the ring of `product_batch_*` would have each multiprocessor
-/// change its split of shared memory and L1 twice between two 4-bit products.
+/// Elements of W below which `product_stream_*` stays the one for few rows on Hopper too: a matrix so small is all start and end.
 const SMALL_ELEMENTS: usize = 1 << 20;
 const MANY_UNITS: usize = 8192;
 /// Rows of gate and up that are kept at a time between cuBLASLt and `product_silu`: they stay in the L2.
@@ -103,6 +105,7 @@ pub struct Products {
     plain: PlainLinear,
     library: Option<CublasLt>,
     hopper: Option<BatchProducts>,
+    small: Option<SmallProducts>,
     gemm: Option<Gemm>,
     /// fp16 [rows made at a time, columns of gate and up], with cuBLASLt.
     gate_up: Option<DeviceBuffer>,
@@ -141,6 +144,7 @@ impl Products {
             gate_up: if library.is_some() { Some(gpu.allocate(scratch)?) } else { None },
             library,
             hopper: if portable { None } else { BatchProducts::open(gpu)? },
+            small: if portable { None } else { SmallProducts::open(gpu)? },
             gemm,
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
@@ -153,7 +157,7 @@ impl Products {
 
     /// The same without Hopper's kernels for 16-bit weights (gate and up still in the smaller pieces that fit beside them).
     pub fn without_hopper(self) -> Self {
-        Self { hopper: None, gemm: None, ..self }
+        Self { hopper: None, small: None, gemm: None, ..self }
     }
 
     /// Whether the product of so many rows takes [`Output::Residual`].
@@ -171,7 +175,14 @@ impl Products {
 
     /// Whether the product of so many rows takes [`Output::Best`].
     pub fn finds_best(&self, rows: usize, w: &Matrix) -> bool {
-        w.format == MatrixFormat::F16 && rows < GEMM_ROWS && self.hopper(rows, w).is_some()
+        w.format == MatrixFormat::F16
+            && rows < GEMM_ROWS
+            && self.small(rows, w).is_none()
+            && self.hopper(rows, w).is_some()
+    }
+
+    fn small(&self, rows: usize, w: &Matrix) -> Option<&SmallProducts> {
+        self.small.as_ref().filter(|small| small.takes(rows, w))
     }
 
     /// The warpgroup products, where they are there and the fastest.
@@ -269,6 +280,10 @@ impl Products {
         if matches!(w.format, MatrixFormat::Int4 { .. }) {
             // SAFETY: the caller's promise.
             return unsafe { self.int4(stream, job) };
+        }
+        if let Some(small) = self.small(rows, w) {
+            // SAFETY: the caller's promise.
+            return unsafe { small.launch(stream, job) };
         }
         let streams = w.rows.is_multiple_of(16) && w.cols.is_multiple_of(64);
         let hopper = self.hopper(rows, w);

@@ -136,6 +136,15 @@ pub const PRODUCTS: Unit = Unit {
     max_capability: ANY_LATER,
 };
 
+pub const PRODUCTS_SMALL: Unit = Unit {
+    file: "products_small.cu",
+    source: include_str!("../../../../cuda/products_small.cu"),
+    defines: &[],
+    hot: &super::products::SMALL_NAMES,
+    min_capability: 90,
+    max_capability: ANY_LATER,
+};
+
 /// One for each number of rows of x: a file of many large kernels would be what all others wait for.
 pub const PRODUCTS_HOPPER: [Unit; 5] = {
     const fn of(columns: &'static [(&'static str, &'static str)], hot: &'static [&'static str]) -> Unit {
@@ -264,6 +273,7 @@ pub const ALL: &[&Unit] = &[
     &PRODUCTS_HOPPER[1],
     &PRODUCTS_HOPPER[0],
     &PRODUCTS,
+    &PRODUCTS_SMALL,
     &GEMM_HOPPER,
     &INT4_RING,
     &INT4_HOPPER,
