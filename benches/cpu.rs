@@ -8,7 +8,8 @@
 //! The memory of a shared machine is now half as fast again, now half as fast, within seconds, so a ceiling measured once
 //! says nothing about a step measured later. Ceilings and steps therefore alternate: the same threads read a block of the
 //! model's size (huge pages, by the reader that was fastest at the start) and multiply registers for a millisecond, run a few
-//! steps, read and multiply again. A pair's share sets the steps beside the mean of the readings before and after; a row
+//! steps, read and multiply again. A pair's share sets the steps beside the better of the readings before and after, as a run
+//! does (`measure::roofs`): the mean of both gave shares over 100 % where the memory had just slowed down or sped up. A row
 //! gives the median of its pairs' shares and their quartiles. Times and rates are medians too.
 //! Phases are those of the fastest of several traced steps. Weights are synthetic: speed does not depend on their values.
 
@@ -326,7 +327,7 @@ impl<'a> Row<'a> {
         for _ in 0..pairs {
             let time = (0..steps).map(|_| step()).sum::<f64>() / steps as f64;
             let after = ceilings();
-            let (read, rate) = ((before.0 + after.0) / 2.0, (before.1 + after.1) / 2.0);
+            let (read, rate) = (before.0.max(after.0), before.1.max(after.1));
             let cost = self.cost.cost(
                 &self.shapes,
                 &Ceilings {

@@ -40,7 +40,8 @@ impl CalibrateFlags {
             .filter(|step| self.arm.as_deref().is_none_or(|arm| step.arm == arm))
             .cloned()
             .collect();
-        let ceilings = &results.record.ceilings;
+        let of_arm = |arm: &str| self.arm.as_deref().is_none_or(|only| arm == only);
+        let ceilings = results.record.typical_ceilings(of_arm);
         let calibration = calibrate(&steps, (ceilings.read_bytes_per_s, ceilings.flops_per_s))
             .map_err(|error| error.context(self.run.display()))?;
         let device = calibration.device(results.record.device.memory_bytes);

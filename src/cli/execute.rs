@@ -117,6 +117,7 @@ pub fn execute(request: &Request) -> Result<()> {
         runner.run()
     };
     record.ended = Some(record::now());
+    record.warn_of_ceilings();
     let at_end = DeviceRecord::new(device.info(), "").facts;
     record.device.facts_at_end =
         at_end.into_iter().filter(|(key, value)| record.device.facts.get(key) != Some(value)).collect();
@@ -227,6 +228,7 @@ pub fn new_record(
             launch_s: 0.0,
             measured: false,
         },
+        arm_ceilings: Vec::new(),
         models: prepared.model_records(),
         cold_start: None,
         arms: prepared.arm_records(plan),
@@ -260,6 +262,8 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
     record.started.clone_from(&earlier.started);
     record.resumed = earlier.resumed.clone();
     record.cold_start.clone_from(&earlier.cold_start);
+    record.ceilings = earlier.ceilings;
+    record.arm_ceilings.clone_from(&earlier.arm_ceilings);
     record.resumed.push(record::now());
     record.forced = earlier.forced.clone();
     record.warnings = earlier.warnings.clone();

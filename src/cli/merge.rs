@@ -62,6 +62,7 @@ impl MergeFlags {
             }
             merged.forced.extend(differences);
             merged.warnings.extend(record.warnings.iter().cloned());
+            merged.arm_ceilings.extend(record.arm_ceilings.iter().cloned());
             for skipped in &record.skipped {
                 if !merged.skipped.contains(skipped) {
                     merged.skipped.push(skipped.clone());
@@ -70,6 +71,7 @@ impl MergeFlags {
         }
         merged.command = std::env::args().skip(1).collect();
         merged.ended = Some(record::now());
+        merged.warn_of_ceilings();
 
         let mut by_cell: BTreeMap<(usize, usize), Vec<(&str, Rows)>> = BTreeMap::new();
         for folder in &self.folders {

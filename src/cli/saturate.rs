@@ -118,6 +118,7 @@ impl SaturateFlags {
             record.device.facts_at_end.extend(state.facts());
             record.warnings.extend(state.warnings());
         }
+        record.warn_of_ceilings();
         record.ended = Some(record::now());
         record.status = match &found {
             Ok(_) => Status::Complete,

@@ -40,6 +40,15 @@ pub struct StepCost {
     pub flops: u64,
     /// Least time on the given ceilings: the sum over dependent phases of max(bytes/bandwidth, FLOPs/rate), seconds.
     pub floor_s: f64,
+    /// What the floor is made of.
+    pub phases: StepPhases,
+}
+
+impl StepCost {
+    /// Sets the floor to that on other ceilings.
+    pub fn judge_by(&mut self, ceilings: &Ceilings) {
+        self.floor_s = self.phases.floor_s(ceilings);
+    }
 }
 
 /// The device's limits, measured (or from the data sheet, for a simulation). 0 where there is none (`sim:fixed`).
@@ -55,6 +64,19 @@ pub struct Ceilings {
     pub launch_s: f64,
     /// True when measured on this machine.
     pub measured: bool,
+}
+
+impl Ceilings {
+    /// The better of two measurements, figure by figure.
+    pub fn best_of(&self, other: &Self) -> Self {
+        Self {
+            read_bytes_per_s: self.read_bytes_per_s.max(other.read_bytes_per_s),
+            copy_bytes_per_s: self.copy_bytes_per_s.max(other.copy_bytes_per_s),
+            flops_per_s: self.flops_per_s.max(other.flops_per_s),
+            launch_s: self.launch_s.min(other.launch_s),
+            measured: self.measured && other.measured,
+        }
+    }
 }
 
 /// One sequence's part of a step, as far as cost goes.
@@ -86,7 +108,7 @@ impl Phase {
 }
 
 /// What a step moves and computes, by dependent phase.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepPhases {
     pub weights: Phase,
     pub state: Phase,
@@ -339,6 +361,7 @@ impl CostModel {
             },
             flops: phases.weights.flops + phases.state.flops + phases.attention.flops,
             floor_s: phases.floor_s(ceilings),
+            phases,
         }
     }
 }

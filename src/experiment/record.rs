@@ -13,6 +13,7 @@ use super::plan::{Plan, PlanOptions};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
+use crate::measure::roofs::{self, ArmCeilings};
 use crate::measure::summary::SCHEMA;
 use crate::{Error, Result};
 
@@ -55,7 +56,11 @@ pub struct RunRecord {
     /// Seed of each repeat.
     pub seeds: Vec<u64>,
     pub device: DeviceRecord,
+    /// As measured (or nominal) when the first model had been loaded.
     pub ceilings: Ceilings,
+    /// Where they wander: as measured around every repeat of an arm that has rows, in the order in which they ran.
+    #[serde(default)]
+    pub arm_ceilings: Vec<ArmCeilings>,
     pub models: Vec<ModelRecord>,
     /// Empty on a simulated device.
     #[serde(default)]
@@ -199,6 +204,30 @@ impl RunRecord {
             ));
         }
         Ok(record)
+    }
+
+    /// What a repeat of an arm was judged by.
+    pub fn ceilings_at(&self, arm: &str, repeat: u32) -> Ceilings {
+        let around = self.arm_ceilings.iter().find(|around| around.arm == arm && around.repeat == repeat);
+        around.map_or(self.ceilings, ArmCeilings::best)
+    }
+
+    /// What the repeats of the arms that are `wanted` were judged by, in the median.
+    pub fn typical_ceilings(&self, wanted: impl Fn(&str) -> bool) -> Ceilings {
+        let all = self.arm_ceilings.iter().filter(|around| wanted(&around.arm));
+        roofs::typical(all).unwrap_or(self.ceilings)
+    }
+
+    /// Notes what the ceilings were around an arm, in place of an earlier pass that left no rows.
+    pub fn add_ceilings(&mut self, around: ArmCeilings) {
+        self.arm_ceilings.retain(|other| other.arm != around.arm || other.repeat != around.repeat);
+        self.arm_ceilings.push(around);
+    }
+
+    /// Puts what is to be said of the ceilings of the whole run in place of what was said before it was resumed.
+    pub fn warn_of_ceilings(&mut self) {
+        self.warnings.retain(|warning| !warning.starts_with(roofs::WARNING));
+        self.warnings.extend(roofs::warnings(&self.arm_ceilings));
     }
 
     pub fn json(&self) -> Result<Vec<u8>> {

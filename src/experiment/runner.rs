@@ -24,6 +24,7 @@ use crate::measure::checks::check_rows;
 use crate::measure::kernels::kernel_rows;
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
+use crate::measure::roofs::ArmCeilings;
 use crate::measure::rows::KernelRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
@@ -124,10 +125,14 @@ impl Runner<'_> {
                 continue;
             }
             let Some(on_device) = loaded.as_mut() else { continue };
-            let record = self.trace_arm(on_device, cell)?;
+            let before = self.device.ceilings_now()?;
+            let mut record = self.trace_arm(on_device, cell)?;
+            let around = before.zip(self.device.ceilings_now()?);
+            let ceilings = around.map_or(self.ceilings, |(before, after)| before.best_of(&after));
+            record.judge_by(&ceilings);
             let arm = &self.plan.arms[cell.arm].name;
-            trace.add(arm, &record, &self.ceilings);
-            kernels.extend(kernel_rows(&record, arm, cell.repeat as u32, &self.ceilings));
+            trace.add(arm, &record, &ceilings);
+            kernels.extend(kernel_rows(&record, arm, cell.repeat as u32, &ceilings));
             self.folder.replace("trace.json.gz", &trace.gzip()?)?;
             if !kernels.is_empty() {
                 let Rows { header, rows } = rows(&kernels)?;
@@ -336,11 +341,21 @@ impl Runner<'_> {
 
         let expected = schedule.requests.len() as u64;
         let offered_rate = schedule.offered_rate;
+        let before = self.device.ceilings_now()?;
         self.progress.begin(position, of, &what, expected);
         let progress = &mut *self.progress;
-        let record =
+        let mut record =
             drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
-        self.write(cell, &record, offered_rate, warmed)
+        let around = before.zip(self.device.ceilings_now()?).map(|(before, after)| ArmCeilings {
+            arm: arm.name.clone(),
+            repeat: cell.repeat as u32,
+            before,
+            after,
+        });
+        if let Some(around) = &around {
+            record.judge_by(&around.best());
+        }
+        self.write(cell, &record, offered_rate, warmed, around)
     }
 
     fn write(
@@ -349,15 +364,23 @@ impl Runner<'_> {
         record: &ArmRecord,
         offered_rate: Option<Rate>,
         warmed: WarmUp,
+        around: Option<ArmCeilings>,
     ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
         let label = self.label(arm, cell);
-        let conditions = Conditions { offered_rate, ceilings: &self.ceilings, slo: &arm.load.slo };
+        let ceilings = around.as_ref().map_or(self.ceilings, ArmCeilings::best);
+        let conditions = Conditions { offered_rate, ceilings: &ceilings, slo: &arm.load.slo };
         let summary = summarize(record, &label, &conditions);
         let limited = arm.load.concurrency.is_some();
         let mut checks = check_rows(record, &arm.name, repeat, limited);
         checks.extend(warmed.check);
+        if let Some(around) = around {
+            checks.extend(around.check_rows(&summary));
+            self.record.add_ceilings(around);
+            // Before the rows: what they were judged by is known even if the run is killed.
+            self.save_record()?;
+        }
         for check in checks.iter().filter(|check| check.status == "warning") {
             self.record
                 .warnings

@@ -33,7 +33,7 @@ pub fn stand_in(results: &RunResults, profile: bool) -> Result<SimDevice> {
     if let Some(gpu) = hardware::by_product_name(&record.device.name).filter(|_| profile) {
         return SimDevice::parse(&format!("sim:{}", gpu.id));
     }
-    let ceilings = &record.ceilings;
+    let ceilings = record.typical_ceilings(|_| true);
     SimDevice::parse(&format!(
         "sim:custom:gb_per_s={},tflops={},gb={},launch_us={}",
         ceilings.read_bytes_per_s / 1e9,
@@ -112,7 +112,7 @@ pub fn explain_run(
             duration_s: summaries.iter().map(|summary| summary.duration_s).sum(),
             bound_by: summaries.first().map_or("", |summary| summary.bound_by.as_str()),
             largest_kernels: consumers::largest(results, arm).into_iter().cloned().collect(),
-            ceilings: results.record.ceilings,
+            ceilings: results.record.typical_ceilings(|name| name == arm),
             simulated: &simulated,
             device,
         };

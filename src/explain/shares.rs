@@ -91,6 +91,7 @@ fn cost(step: &StepRow) -> StepCost {
         },
         flops: step.flops,
         floor_s: step.floor_ms * 1e-3,
+        ..StepCost::default()
     }
 }
 

@@ -162,7 +162,7 @@ mod tests {
             let mut step = step(StepKind::Decode, f64::from(index) * 0.01, f64::from(index + 1) * 0.01);
             let bytes =
                 ByteClasses { weights: weights << 20, state: state << 20, kv: kv << 20, activations: 0 };
-            step.report.cost = StepCost { bytes, flops: compute * 1_050_000_000, floor_s: 0.0 };
+            step.report.cost = StepCost { bytes, flops: compute * 1_050_000_000, ..StepCost::default() };
             step.report.held_back_by = held;
             step
         });

@@ -16,6 +16,7 @@ pub mod nvml;
 pub mod populations;
 pub mod quantile;
 pub mod recorder;
+pub mod roofs;
 pub mod rows;
 pub mod saturate;
 pub mod statistics;

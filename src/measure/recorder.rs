@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 
 use super::rows::{RequestRow, StepRow, TokenTimes};
+use crate::engine::account::Ceilings;
 use crate::engine::device::KernelRecord;
 use crate::engine::request::{FinishReason, RequestId};
 use crate::engine::step_report::{Event, HeldBack, StepReport};
@@ -242,6 +243,11 @@ impl Recorder {
 }
 
 impl ArmRecord {
+    /// Sets the floor of every step to that on these ceilings.
+    pub fn judge_by(&mut self, ceilings: &Ceilings) {
+        self.steps.iter_mut().for_each(|step| step.report.cost.judge_by(ceilings));
+    }
+
     /// Adds the kernels of a step that became known after it; `index` is the step's own, times are the session's.
     pub fn add_kernels(&mut self, index: u64, mut kernels: Vec<KernelRecord>) {
         for kernel in &mut kernels {

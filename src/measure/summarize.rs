@@ -229,7 +229,7 @@ mod tests {
             (0..4).map(|index| step(StepKind::Decode, index as f64, index as f64 + 1.0)).collect();
         for step in &mut steps {
             let bytes = ByteClasses { weights: 300, state: 100, kv: 75, activations: 25 };
-            step.report.cost = StepCost { bytes, flops: 1000, floor_s: 0.5 };
+            step.report.cost = StepCost { bytes, flops: 1000, floor_s: 0.5, ..StepCost::default() };
             step.report.device_s = 0.75;
             step.report.running = 2;
         }

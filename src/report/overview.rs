@@ -115,8 +115,9 @@ fn legend(results: &RunResults) -> String {
     };
     format!(
         "{loads}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
-         bandwidth or arithmetic",
+         bandwidth or arithmetic{}",
         if record.ceilings.measured { "measured" } else { "nominal" },
+        if record.arm_ceilings.is_empty() { "" } else { ", as measured right before and after the arm" },
     )
 }
 

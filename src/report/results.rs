@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::engine::account::Ceilings;
 use crate::experiment::folder::KERNELS_FILE;
 use crate::experiment::record::RunRecord;
 use crate::measure::cold::ColdRow;
@@ -73,6 +74,12 @@ impl RunResults {
     /// Whether the device has roofs to be judged against. A device of fixed cost has none.
     pub fn has_roofs(&self) -> bool {
         self.record.ceilings.read_bytes_per_s > 0.0
+    }
+
+    /// What the arms of a model were judged by, in the median.
+    pub fn typical_ceilings(&self, model: &str) -> Ceilings {
+        let of_model = |arm: &str| self.of_arm(arm).any(|summary| summary.model == model);
+        self.record.typical_ceilings(of_model)
     }
 
     pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {

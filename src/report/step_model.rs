@@ -32,22 +32,27 @@ pub struct StepParts {
     pub rest: Term,
 }
 
-/// `None` where too few batch sizes were met.
-pub fn parts<'a>(steps: impl Iterator<Item = &'a StepRow>, ceilings: &Ceilings) -> Option<StepParts> {
+/// `None` where too few batch sizes were met. `ceilings` gives what a step was judged by.
+pub fn parts<'a>(
+    steps: impl Iterator<Item = &'a StepRow>,
+    ceilings: &dyn Fn(&StepRow) -> Ceilings,
+) -> Option<StepParts> {
     let steps: Vec<&StepRow> = steps.collect();
     let total = step_fit::fit(&step_fit::decode_points(steps.iter().copied(), |step| step.duration_ms))?;
     let line = |value: &dyn Fn(&StepRow) -> f64| {
         let fit = step_fit::fit(&step_fit::decode_points(steps.iter().copied(), value));
         fit.map_or(Term::default(), |fit| Term { shared_ms: fit.shared_ms, private_ms: fit.private_ms })
     };
-    let ms = |moved: u64| {
-        if ceilings.read_bytes_per_s > 0.0 { moved as f64 / ceilings.read_bytes_per_s * 1e3 } else { 0.0 }
+    let ms = |step: &StepRow, moved: u64| {
+        let read_bytes_per_s = ceilings(step).read_bytes_per_s;
+        if read_bytes_per_s > 0.0 { moved as f64 / read_bytes_per_s * 1e3 } else { 0.0 }
     };
-    let weights = line(&|step| ms(step.weights_bytes));
-    let state = line(&|step| ms(step.state_bytes));
-    let kv = line(&|step| ms(step.kv_bytes));
-    let compute =
-        line(&|step| (step.floor_ms - ms(step.weights_bytes + step.state_bytes + step.kv_bytes)).max(0.0));
+    let weights = line(&|step| ms(step, step.weights_bytes));
+    let state = line(&|step| ms(step, step.state_bytes));
+    let kv = line(&|step| ms(step, step.kv_bytes));
+    let compute = line(&|step| {
+        (step.floor_ms - ms(step, step.weights_bytes + step.state_bytes + step.kv_bytes)).max(0.0)
+    });
     let rest = |term: fn(&Term) -> f64, whole: f64| {
         whole - [&weights, &state, &kv, &compute].into_iter().map(term).sum::<f64>()
     };
@@ -103,7 +108,8 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
         let steps: Vec<&StepRow> = results.steps_of_model(model).collect();
         let Some(step) = StepBytes::of(steps.iter().copied()) else { continue };
         moved.push(moved_row(results, model, &step));
-        if let Some(parts) = parts(steps.iter().copied(), &results.record.ceilings) {
+        let ceilings = |step: &StepRow| results.record.ceilings_at(&step.arm, step.repeat);
+        if let Some(parts) = parts(steps.iter().copied(), &ceilings) {
             times.push(time_row(model, &parts, results.has_roofs()));
         }
     }
@@ -227,7 +233,7 @@ mod tests {
     #[test]
     fn below_the_bend_each_part_is_what_it_was_made_of() {
         let steps: Vec<StepRow> = [1, 8, 16, 48].into_iter().flat_map(|n| vec![step(n); 3]).collect();
-        let parts = parts(steps.iter(), &CEILINGS).unwrap();
+        let parts = parts(steps.iter(), &|_| CEILINGS).unwrap();
         assert!(close(parts.weights.shared_ms, 10.0) && close(parts.weights.private_ms, 0.0), "{parts:?}");
         assert!(close(parts.state.private_ms, 0.1) && close(parts.kv.private_ms, 0.02), "{parts:?}");
         assert!(close(parts.compute.shared_ms, 0.0) && close(parts.compute.private_ms, 0.0), "{parts:?}");
@@ -237,7 +243,7 @@ mod tests {
     #[test]
     fn beyond_it_products_are_private_and_the_parts_add_up() {
         let steps: Vec<StepRow> = [1, 16, 64, 128].into_iter().flat_map(|n| vec![step(n); 3]).collect();
-        let parts = parts(steps.iter(), &CEILINGS).unwrap();
+        let parts = parts(steps.iter(), &|_| CEILINGS).unwrap();
         assert!(parts.compute.private_ms > 0.05 && parts.compute.shared_ms < 0.0, "{parts:?}");
         let all = [parts.weights, parts.state, parts.kv, parts.compute, parts.rest];
         assert!(close(all.iter().map(|term| term.shared_ms).sum(), parts.total.shared_ms));

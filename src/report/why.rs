@@ -104,7 +104,7 @@ fn cost_row(results: &RunResults, arm: &str) -> Vec<String> {
 }
 
 fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
-    let ceilings = &results.record.ceilings;
+    let ceilings = results.typical_ceilings(model);
     let mut text = format!(
         "A decode step of {model} takes {} ms that all sequences share, plus {} ms for each of them (least squares over \
          {} batch sizes from {} to {}, R2 {:.3}).\n",

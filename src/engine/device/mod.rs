@@ -95,6 +95,15 @@ pub trait Device: Send {
     /// Measured ceilings (data sheet values for a simulation). Measured on the first call, which takes seconds.
     fn ceilings(&mut self) -> Result<Ceilings>;
 
+    /// The ceilings of this moment, in a fraction of a second, where they wander: on a CPU whose memory other programs and
+    /// other machines of the same host use too. `None` where [`Device::ceilings`] hold throughout. No step may be in flight.
+    ///
+    /// # Errors
+    /// The memory to measure with is not there.
+    fn ceilings_now(&mut self) -> Result<Option<Ceilings>> {
+        Ok(None)
+    }
+
     /// `kv_dtype`/`state_dtype` that `auto` stands for here.
     fn default_dtypes(&self) -> (CacheDtype, CacheDtype);
 

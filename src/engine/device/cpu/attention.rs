@@ -177,7 +177,8 @@ pub struct Attend<'a> {
     /// These are all of the sequence's tokens and their heads are still to be prepared: K and V that a thread writes here
     /// it reads right after.
     pub prepare: bool,
-    /// The sequence and KV head that this thread most likely takes next: a decode step prefetches its keys and values.
+    /// The sequence and KV head that this thread most likely takes next, where tiles prefetch: a decode step prefetches its
+    /// keys and values.
     pub next: Option<(&'a Sequence, usize)>,
     /// This item's keys and values were so prefetched.
     pub prefetched: bool,
@@ -278,8 +279,9 @@ fn attend_rows<A: Arch>(
     };
     let values_of =
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
-    // Of a decode step every key is new to the caches: each item prefetches those of the next while it multiplies its own, and
-    // the values while it works on the softmax. A prompt's tiles find them there.
+    // Of a decode step every key is new to the caches. Where tiles prefetch, each item does so for the next one's keys while it
+    // multiplies its own, and for the values while it works on the softmax; else it reads its blocks side by side before it
+    // uses them. A prompt's tiles find them there.
     let decode = sequence.tokens() == 1;
     let cold = decode && !prefetched;
     let next_item = next_item.filter(|_| decode);

@@ -15,7 +15,7 @@ use super::delta::{self, Mix};
 use super::gemm::int16::{Int16Activations, RoundTile, Rounded, group_of};
 use super::gemm::{
     Activations, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair, for_each_tile,
-    max_tile,
+    max_tile, prefetches_ahead,
 };
 use super::isa::{Arch, Isa, Work};
 use super::lanes;
@@ -343,13 +343,16 @@ impl Forward<'_> {
         let threads = self.pool.threads();
         let grain = (items.len() / (8 * threads)).clamp(1, attention.kv_heads);
         let ahead = |thread: usize| next.of(threads, thread);
+        // Where tiles do not prefetch for the next item, each one reads its own blocks side by side.
+        let prefetches = prefetches_ahead(self.isa());
         self.pool.split_before(&ahead, items.len(), grain, &|range, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
             for index in range {
                 let (which, kv_head, tokens) = &items[index];
                 let sequence = &batch.sequences[*which];
-                let next = items.get(index + 1).map(|next| (&batch.sequences[next.0], next.1));
+                let next = items.get(index + 1).filter(|_| prefetches);
+                let next = next.map(|next| (&batch.sequences[next.0], next.1));
                 shared.isa.run(Attend {
                     layer: &shared,
                     sequence,
@@ -360,7 +363,7 @@ impl Forward<'_> {
                     prefetched: space.next_item == Some((index, shared.index)),
                     workspace: &mut space.attention,
                 });
-                space.next_item = (sequence.tokens() == 1).then_some((index + 1, shared.index));
+                space.next_item = (prefetches && sequence.tokens() == 1).then_some((index + 1, shared.index));
             }
         });
         let packed = self.pack_mixer_rows(size)?;

@@ -50,6 +50,8 @@ pub struct CpuDevice {
     /// Arithmetic of the model loaded last: ceilings are given for it.
     math: CpuMath,
     ceilings: Option<(CpuMath, usize, Ceilings)>,
+    /// Bytes of weights that a step of that model streams.
+    streamed_bytes: usize,
 }
 
 impl CpuDevice {
@@ -80,7 +82,7 @@ impl CpuDevice {
             ],
         };
         let pool = Arc::new(Mutex::new(Pool::new(threads)));
-        Ok(Self { info, pool, threads, math: CpuMath::F32, ceilings: None })
+        Ok(Self { info, pool, threads, math: CpuMath::F32, ceilings: None, streamed_bytes: usize::MAX })
     }
 }
 
@@ -135,6 +137,13 @@ impl Device for CpuDevice {
         }
     }
 
+    fn ceilings_now(&mut self) -> Result<Option<Ceilings>> {
+        let known = self.ceilings()?;
+        let mut pool = lock(&self.pool);
+        let (read, flops) = ceilings::now(&mut pool, Isa::detect(), self.math, self.streamed_bytes)?;
+        Ok(Some(Ceilings { read_bytes_per_s: read, flops_per_s: flops, ..known }))
+    }
+
     fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {
         (CacheDtype::F32, CacheDtype::F32)
     }
@@ -167,6 +176,7 @@ impl Device for CpuDevice {
         }
         drop(pool);
         self.math = options.cpu_math;
+        self.streamed_bytes = layout.streamed_bytes() as usize;
         Ok(Box::new(CpuModel::load(&self.pool, threads, layout, source, options, progress)?))
     }
 }

@@ -2,8 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::avx2::{AHEAD_BYTES, group_ends};
-use super::{ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use super::avx2::{GROUPS_AHEAD, group_ends};
+use super::{PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match (zero_points, bf16_scales) {
@@ -124,24 +124,30 @@ unsafe fn tokens_tile<const Z: bool, const B: bool, const T: usize, const V: usi
     }
 }
 
-/// One token times N panels side by side, each a stream of its own.
+/// One token times N panels one after the other, prefetched as `avx2::int4_rows`.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panels<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
     let blocks = rows.group / 8;
-    // SAFETY: the contract of `RowsFn` covers every access below; prefetches never fault.
-    unsafe {
-        let mut totals = [[_mm256_setzero_ps(); 4]; N];
-        for g in 0..rows.cols / rows.group {
-            let mut parts = [[_mm256_setzero_si256(); 4]; N];
-            for block in g * blocks..(g + 1) * blocks {
-                let mut x = [_mm256_setzero_si256(); 4];
-                for (j, x) in x.iter_mut().enumerate() {
-                    *x = _mm256_set1_epi32(*rows.x.cast::<i32>().add(4 * block + j));
+    for n in 0..N {
+        let (panel, scales, zeros) = (rows.panels[n], rows.scales[n], rows.zeros[n]);
+        // SAFETY: the contract of `RowsFn` covers every access below; prefetches never fault.
+        unsafe {
+            let mut totals = [_mm256_setzero_ps(); 4];
+            for g in 0..rows.cols / rows.group {
+                let (zeros, scales) = (zeros.wrapping_add(16 * g), scales.add(64 * g));
+                _mm_prefetch::<_MM_HINT_T0>(scales.wrapping_add(GROUPS_AHEAD * 64).cast());
+                if Z {
+                    _mm_prefetch::<_MM_HINT_T0>(zeros.wrapping_add(GROUPS_AHEAD * 16).cast());
                 }
-                for (parts, panel) in parts.iter_mut().zip(&rows.panels) {
+                let mut parts = [_mm256_setzero_si256(); 4];
+                for block in g * blocks..(g + 1) * blocks {
+                    let mut x = [_mm256_setzero_si256(); 4];
+                    for (j, x) in x.iter_mut().enumerate() {
+                        *x = _mm256_set1_epi32(*rows.x.cast::<i32>().add(4 * block + j));
+                    }
                     let at = panel.add(128 * block);
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES).cast());
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD_BYTES + 64).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES + 64).cast());
                     for (v, part) in parts.iter_mut().enumerate() {
                         let words = _mm256_loadu_si256(at.add(32 * v).cast());
                         let first = _mm256_madd_epi16(pair::<0>(words), x[0]);
@@ -153,17 +159,12 @@ unsafe fn panels<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
                         *part = _mm256_add_epi32(*part, _mm256_add_epi32(low, high));
                     }
                 }
-            }
-            let x_ends = (*rows.x_scales.add(g), *rows.x_sums.add(g));
-            for n in 0..N {
+                let x_ends = (*rows.x_scales.add(g), *rows.x_sums.add(g));
                 for v in 0..4 {
-                    let ends =
-                        group_ends::<Z, B>(rows.zeros[n].wrapping_add(16 * g), rows.scales[n].add(64 * g), v);
-                    totals[n][v] = add_group(ends, x_ends, parts[n][v], totals[n][v]);
+                    let ends = group_ends::<Z, B>(zeros, scales, v);
+                    totals[v] = add_group(ends, x_ends, parts[v], totals[v]);
                 }
             }
-        }
-        for (n, totals) in totals.iter().enumerate() {
             for (v, total) in totals.iter().enumerate() {
                 _mm256_storeu_ps(rows.out.add(32 * n + 8 * v), *total);
             }

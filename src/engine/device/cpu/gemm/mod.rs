@@ -82,8 +82,9 @@ pub struct Tile {
     pub next: (*const u8, usize),
 }
 
-/// Panels that one token takes at once. AVX2 functions take them side by side: a core reads several streams faster than one,
-/// and their sums are more than the latency of a multiply-add asks for (twelve registers hold the sums of three).
+/// Panels that one token takes at once. Dense AVX2 functions take them side by side: a core reads several streams faster than
+/// one, and their sums are more than the latency of a multiply-add asks for (twelve registers hold the sums of three). All others
+/// take one after the other.
 pub const ROW_PANELS: usize = 3;
 
 /// One token times up to [`ROW_PANELS`] panels of a matrix.
@@ -107,8 +108,8 @@ pub struct Rows {
 /// As [`TileFn`]; the panels are as many as the function was chosen for.
 pub type RowsFn = unsafe fn(&Rows);
 
-/// How far ahead of the column at hand AVX-512 functions prefetch weights, bytes: beyond the page at hand, where the hardware
-/// stops. On AMD's Zen 5 a stream reaches the memory's speed from 6 KB on (4-bit weights: 36 GB/s at 2 KB, 51 at 6).
+/// How far ahead of the column at hand AVX-512 functions, and those of AVX2 for a lone row of 4-bit weights, prefetch weights,
+/// bytes: beyond the page at hand, where the hardware stops. On AMD's Zen 5 a stream reaches the memory's speed from 6 KB on (4-bit weights: 36 GB/s at 2 KB, 51 at 6).
 pub const PREFETCH_BYTES: usize = 6144;
 
 impl Tile {
@@ -148,6 +149,11 @@ impl Tile {
 /// All pointers of the tile cover what its fields say (with [`super::memory::SLACK_BYTES`] readable beyond for
 /// prefetches), and the CPU has the instructions the function was chosen for.
 pub type TileFn = unsafe fn(&Tile);
+
+/// Whether dense tiles prefetch what [`Tile::ahead`] names. AVX2 tiles spread the prefetch of the next panel instead.
+pub fn prefetches_ahead(isa: Isa) -> bool {
+    isa == Isa::Avx512
+}
 
 /// The tile function for dense operands in f32 arithmetic; `tokens` is 1 to [`max_tile`].
 pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
