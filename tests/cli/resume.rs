@@ -90,6 +90,33 @@ fn no_results_folder() {
     env.run("run --resume nowhere").fails(2, "nowhere", "run.json");
 }
 
+/// A key that an earlier version knew is ignored, with a word; one that none did names the version that wrote it.
+#[test]
+fn records_of_other_versions() {
+    let env = small();
+    let run = "run small --experiments e.toml --device sim:fixed --set max_model_len=8192";
+    env.run_args(&[run.split(' ').collect(), vec!["--load", "probe={injectors=1}"]].concat()).ok();
+    let folder = env.only_result();
+    let record = read(&folder, "run.json");
+    let with = |key: &str| {
+        let text = record.replace("\"inject_after_s\"", &format!("\"{key}\": 0.25,\n\"inject_after_s\""));
+        let text = text.replace("\"build\": \"", "\"build\": \"0.0.9-of-");
+        assert_ne!(text, record);
+        std::fs::write(folder.join("run.json"), text).unwrap();
+    };
+    let (shown, table) = (folder.display().to_string(), folder.join("summary.csv").display().to_string());
+    with("victim_stagger_s");
+    for command in [format!("explain {shown}"), format!("report {shown}"), format!("diff {shown} {table}")] {
+        env.run(&command).ok();
+    }
+    let explained = env.run(&format!("explain {shown}")).ok().stderr;
+    assert!(explained.contains("victim_stagger_s = 0.25 is no more, and ignored"), "{explained}");
+    // It may be read, and yet not continued.
+    env.run(&format!("run --resume {shown}")).fails(2, "build: 0.0.9-of-", "--force");
+    with("victim_hum");
+    env.run(&format!("explain {shown}")).fails(2, "victim_hum", "version 0.0.9-of-");
+}
+
 /// Waits until `done`, at most 20 s.
 #[cfg(unix)]
 fn wait_for(mut done: impl FnMut() -> bool) {
