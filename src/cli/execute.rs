@@ -265,6 +265,7 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
     record.started.clone_from(&earlier.started);
     record.resumed = earlier.resumed.clone();
     record.cold_start.clone_from(&earlier.cold_start);
+    record.ceilings = earlier.ceilings;
     record.resumed.push(record::now());
     record.forced = earlier.forced.clone();
     record.warnings = earlier.warnings.clone();
@@ -272,6 +273,7 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
         if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
             model.load_s = before.load_s;
             model.cold_step_ms = before.cold_step_ms;
+            model.perplexity = before.perplexity;
         }
     }
     Ok(folder)

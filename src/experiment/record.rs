@@ -229,6 +229,12 @@ impl RunRecord {
                 Error::invalid(format!("{}: {error}", path.display()), hint)
             })?,
         };
+        if record.plan.arms.is_empty() {
+            return Err(Error::invalid(
+                format!("{}: its plan has no arms", path.display()),
+                "it is damaged: its tables (summary.csv and the others) may still be whole",
+            ));
+        }
         if !(1..=SCHEMA).contains(&record.schema) {
             return Err(Error::invalid(
                 format!("{} has schema {}, this version reads 1 to {SCHEMA}", path.display(), record.schema),

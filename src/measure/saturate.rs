@@ -29,6 +29,9 @@ pub const TURNS: f64 = 8.0;
 const KEEPS_PACE: f64 = 0.8;
 /// How often requests are added to a rate, and how many it may come to: where it is never enough, the queue grows with them.
 const EXTENSIONS: usize = 4;
+/// Where f times as many requests take more than f to this power times as long, what waits grows with them. (In a queue at
+/// its very limit it grows with the square root.)
+const GROWTH: f64 = 0.6;
 const MOST_PROMPTS: usize = 1 << 16;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -212,28 +215,33 @@ fn judge(
     let unsustained = |certain, repeats| {
         Ok(Judged { rate, judgement: Judgement::Breaks, certain, unsustained: true, repeats })
     };
-    for _ in 0..EXTENSIONS {
+    let mut shorter: Option<(usize, f64)> = None;
+    for extension in 0..=EXTENSIONS {
         let judged = judge_trial(trial, options, run)?;
         if judged.judgement == Judgement::Breaks {
             return Ok(judged);
         }
         let first = &judged.repeats[0];
+        let e2el_ms = first.e2el_mean_ms.unwrap_or(0.0);
+        let grows = shorter.is_some_and(|(prompts, before_ms)| {
+            e2el_ms > before_ms * (trial.prompts as f64 / prompts as f64).powf(GROWTH)
+        });
         match pace(trial, first) {
+            _ if grows => return unsustained(true, judged.repeats),
             Pace::Kept => return Ok(judged),
             Pace::Behind => return unsustained(true, judged.repeats),
             // A recorded trace has no more requests to send.
             Pace::TooShort(_) if first.requests < trial.prompts => return unsustained(false, judged.repeats),
-            Pace::TooShort(prompts) => trial.prompts = prompts.max(2 * trial.prompts),
+            Pace::TooShort(prompts) => {
+                shorter = Some((trial.prompts, e2el_ms));
+                trial.prompts = prompts.max(2 * trial.prompts);
+            }
         }
-        if trial.prompts > MOST_PROMPTS {
+        if extension == EXTENSIONS || trial.prompts > MOST_PROMPTS {
             return unsustained(false, judged.repeats);
         }
     }
-    let judged = judge_trial(trial, options, run)?;
-    match (judged.judgement, pace(trial, &judged.repeats[0])) {
-        (Judgement::Breaks, _) | (_, Pace::Kept) => Ok(judged),
-        _ => unsustained(true, judged.repeats),
-    }
+    Err(Error::failed("the search ended without a judgement", "this is a defect: please report it"))
 }
 
 /// Judges by the limits alone. A first repeat that did not last is not repeated.
@@ -460,6 +468,32 @@ mod tests {
                 assert_eq!(found.flood_throughput.is_some(), flood_prompts.is_some());
             }
         }
+    }
+
+    /// A server that completes fewer than it is offered, by less than the wait for the last answer would show.
+    #[test]
+    fn a_queue_that_grows_with_the_load_is_no_rate() {
+        let run = |trial: Trial, _| {
+            let per_s = trial.rate.per_s();
+            let over = (per_s / 6.5 - 1.0).max(0.0);
+            let e2el_s = 10.0 + 0.5 * over * trial.prompts as f64 / per_s;
+            let (requests, request_throughput) = (trial.prompts, Some(per_s.min(6.5)));
+            let e2el_mean_ms = Some(1e3 * e2el_s);
+            let itl_p99_ms = Some(20.0);
+            let completed = requests;
+            Ok(Summary {
+                requests,
+                completed,
+                request_throughput,
+                e2el_mean_ms,
+                itl_p99_ms,
+                ..Summary::default()
+            })
+        };
+        let options = SearchOptions { highest: 7.7, ..options("itl_p99=100") };
+        let found = search(&options, run).unwrap();
+        assert!((6.5..7.6).contains(&found.keeps.unwrap().rate.per_s()));
+        assert_eq!(found.breaks.unwrap().basis(), "not sustained");
     }
 
     #[test]

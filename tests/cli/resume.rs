@@ -90,6 +90,27 @@ fn no_results_folder() {
     env.run("run --resume nowhere").fails(2, "nowhere", "run.json");
 }
 
+/// A run that is complete stays what it is: nothing is measured again, and nothing that was is lost.
+#[test]
+fn a_complete_run_may_be_resumed() {
+    let env = small();
+    env.run("run small --experiments e.toml --device sim:h100").ok();
+    let folder = env.only_result();
+    let figures = || {
+        let record: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+        [record["ceilings"].clone(), record["models"].clone(), record["claims"].clone()]
+    };
+    let (before, rows) = (figures(), read(&folder, "summary.csv"));
+    assert!(before[0]["read_bytes_per_s"].as_f64().unwrap() > 0.0);
+    env.run(&format!("run --resume {}", folder.display())).ok();
+    assert_eq!((figures(), read(&folder, "summary.csv")), (before, rows));
+    let record = read(&folder, "run.json").replace("\"arms\": [", "\"arms\": [], \"were\": [");
+    std::fs::write(folder.join("run.json"), record).unwrap();
+    for command in ["report", "explain", "run --resume"] {
+        env.run(&format!("{command} {}", folder.display())).fails(2, "no arms", "damaged");
+    }
+}
+
 /// A key that an earlier version knew is ignored, with a word; one that none did names the version that wrote it.
 #[test]
 fn records_of_other_versions() {
