@@ -248,5 +248,8 @@ fn what_cannot_be_done_is_refused_before_anything_is_written() {
     let out = tempfile::tempdir().unwrap();
     let error = run(&source, &awq(32), out.path()).unwrap_err().to_string();
     assert!(error.contains("layers.1.mlp.up_proj") && error.contains("row 0"), "{error}");
-    assert!(!out.path().join("config.json").exists(), "a folder that is not whole has no config.json");
+    assert!(std::fs::read_dir(out.path()).unwrap().next().is_none(), "nothing is left half written");
+    let new = out.path().join("new");
+    run(&source, &awq(32), &new).unwrap_err();
+    assert!(!new.exists(), "nor the folder, where it was made");
 }

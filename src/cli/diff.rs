@@ -28,6 +28,10 @@ pub struct DiffFlags {
     fail_on: Option<String>,
 }
 
+/// What to do about it.
+const TOO_FEW: &str = "hint: `too few repeats`: a change needs two repeats or more on each side to be told from noise, four to \
+                       be told among all metrics; run both again with --repeats 5";
+
 impl DiffFlags {
     pub fn run(self) -> Result<()> {
         let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
@@ -40,6 +44,9 @@ impl DiffFlags {
             Format::Csv => compare::to_csv(&comparison.rows)?,
             format => draw(format, &comparison.rows)?,
         })?;
+        if comparison.has(Verdict::TooFewRepeats) {
+            output::note(TOO_FEW);
+        }
         match fail_on {
             Some(verdict) if comparison.has(verdict) => {
                 let failing: Vec<String> = comparison

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::flags::{Format, RunOutputFlags};
 use super::output;
 use super::progress::Bar;
+use super::session::warn_of_memory;
 use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
 use crate::experiment::claims::{self, Outcome, Verdict};
@@ -77,6 +78,7 @@ pub fn execute(request: &Request) -> Result<()> {
     let plan = build_plan(options, &rig)?;
     let threads = plan.arms.first().and_then(|arm| arm.engine.threads);
     let mut device = device::open(&options.device, threads)?.device;
+    warn_of_memory(device.as_ref());
     let mut prepared = prepare(&plan, device.as_ref())?;
     if !reason.is_empty() {
         output::note(&format!("device: {} ({reason})", device.info().id));
@@ -90,7 +92,10 @@ pub fn execute(request: &Request) -> Result<()> {
         None => {
             let root = flags.out.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_ROOT));
             let folder = ResultsFolder::create(&root, &plan.experiment, &rig.id, &record.plan_hash)?;
-            folder.replace(RUN_FILE, &record.json()?)?;
+            folder.replace(RUN_FILE, &record.json()?).inspect_err(|_| {
+                // A folder with no run in it helps nobody. (Refused where there is anything in it.)
+                let _ = std::fs::remove_dir(folder.path());
+            })?;
             folder
         }
     };
@@ -271,6 +276,7 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
         if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
             model.load_s = before.load_s;
             model.cold_step_ms = before.cold_step_ms;
+            model.perplexity = before.perplexity;
         }
     }
     Ok(folder)

@@ -47,6 +47,9 @@ impl ExplainFlags {
             ));
         }
         let results = RunResults::read(&self.run)?;
+        for warning in &results.record.warnings {
+            output::warning(warning);
+        }
         if self.sim.is_none() && !results.has_roofs() {
             output::note("this device has no roofs: only what the steps themselves show");
             return output::data(&report::why::render(&results, self.format)?);

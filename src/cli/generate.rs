@@ -81,7 +81,7 @@ impl GenerateFlags {
         };
         checked.check_tokens(&prompt)?;
         let stop_tokens = checked.opened.generation.eos_tokens.clone();
-        let mut model = checked.load(prompt.len() + self.max_tokens)?;
+        let mut model = checked.load(prompt.len().saturating_add(self.max_tokens))?;
         let request = Request {
             prompt,
             max_tokens: self.max_tokens,

@@ -12,6 +12,7 @@ use super::flags::Format;
 use super::output;
 use crate::engine::model::hub::Hub;
 use crate::engine::model::{ModelRef, OpenOptions, save, synthetic_layout};
+use crate::experiment::interrupt;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -102,9 +103,15 @@ fn fetch(flags: &FetchFlags) -> Result<()> {
 
 fn synth(flags: &SynthFlags) -> Result<()> {
     let layout = synthetic_layout(&flags.preset)?;
+    interrupt::set_hint(unfinished(&flags.out));
     let bytes = save::synthetic(&layout, flags.seed, &flags.out)?;
     output::note(&format!("wrote {:.3} GB", bytes as f64 / 1e9));
     output::data(&format!("{}\n", flags.out.display()))
+}
+
+/// What Ctrl-C leaves behind.
+fn unfinished(out: &std::path::Path) -> String {
+    format!("{} is not finished: remove it before you begin again", out.display())
 }
 
 /// Opens a model for a command; `download` if it may come from the hub.

@@ -13,7 +13,7 @@ use crate::report::numbers::{bytes, number, optional};
 use crate::report::table;
 use crate::simulation::SimulatedArm;
 use crate::simulation::predict::{Prediction, predict};
-use crate::workload::spec::LoadSpec;
+use crate::workload::spec::{LoadSpec, MOST_TOKENS};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -49,13 +49,19 @@ pub struct PredictFlags {
 impl PredictFlags {
     pub fn run(self) -> Result<()> {
         let device = SimDevice::parse(&self.gpu)?;
-        let arm = self.arm()?;
         if self.prompts.contains(&0) || self.input_len == 0 || self.output_len == 0 {
             return Err(Error::invalid(
                 "a prompt or an answer of 0 tokens",
                 "--prompts, --input-len and --output-len are 1 or more",
             ));
         }
+        if let Some(tokens) = self.prompts.iter().find(|tokens| **tokens > MOST_TOKENS) {
+            return Err(Error::invalid(
+                format!("--prompts {tokens} is out of bounds"),
+                format!("prompts have 1 to {MOST_TOKENS} tokens"),
+            ));
+        }
+        let arm = self.arm()?;
         let prediction = predict(&arm, &device, &self.prompts)?;
         match self.format {
             Format::Json => {
@@ -82,7 +88,9 @@ impl PredictFlags {
         let mut load: LoadSpec = toml::Value::Table(load).try_into().map_err(wrong)?;
         load.input_len = self.input_len;
         load.output_len = self.output_len;
+        load.validate()?;
         engine.max_model_len = engine.max_model_len.max(self.input_len + self.output_len);
+        engine.validate()?;
         Ok(SimulatedArm { layout, engine, load, seed: 0, stop_s: None, stall_s: 0.0 })
     }
 }

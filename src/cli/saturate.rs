@@ -8,16 +8,18 @@ use super::execute::{self, SATURATE, SWEEP, SWEEP_SPEC};
 use super::flags::{Format, PlanFlags};
 use super::output;
 use super::progress::Bar;
+use crate::engine::config::KvLayout;
 use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::plan::{self, Cell, Plan, PlanOptions, SearchSpan};
 use crate::experiment::prepare::{Prepared, prepare, prepare_more};
 use crate::experiment::record::{self, RunRecord, Status};
 use crate::experiment::runner::{Loaded, Progress, Runner};
 use crate::experiment::{device, interrupt, spec};
-use crate::measure::saturate::{SearchOptions, search};
+use crate::measure::saturate::{SearchOptions, Trial, search};
 use crate::measure::summary::Summary;
 use crate::report;
 use crate::workload::slo::Slo;
+use crate::workload::spec::{Count, MOST_REQUESTS};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -60,6 +62,12 @@ impl SaturateFlags {
         let (rig, reason) = device::rig(&options.device)?;
         let experiments = spec::parse(SWEEP_SPEC, "the sweep's own load")?;
         let mut plan = plan::build_sweep(spec::find(&experiments, SWEEP)?, &options, &rig)?;
+        if plan.arms[0].load.probe.is_some() {
+            return Err(Error::invalid(
+                "a probe has no request rate to search",
+                "leave `probe` out of --load, or run it with `inferwall sweep`",
+            ));
+        }
         plan.question = format!("What is the highest request rate that keeps {slo}?");
 
         let mut device = device::open(&options.device, plan.arms[0].engine.threads)?.device;
@@ -80,14 +88,17 @@ impl SaturateFlags {
             start: span.start,
             precision: span.precision,
             most_repeats: options.repeats.unwrap_or(5) as u32,
+            prompts: options.prompts.unwrap_or(PROMPTS),
+            flood_prompts: flood_prompts(&plan, &prepared),
             ..SearchOptions::default()
         };
         let monitor = execute::watch_gpu(device.as_ref());
         let mut loaded: Option<Loaded> = None;
         let mut bar = Bar::new();
-        let found = search(&search_options, |rate, repeat| {
+        let base_prompts = search_options.prompts;
+        let found = search(&search_options, |trial, repeat| {
             let arms = plan.arms.len();
-            let arm = arm_of(&mut plan, &rate.to_string(), rate, &mut prepared, device.as_ref())?;
+            let arm = arm_of(&mut plan, trial, base_prompts, &mut prepared, device.as_ref())?;
             let cell = Cell { arm, repeat: repeat as usize };
             // The search goes by what it finds, so a resumed one asks for the same rates in the same order.
             if folder.finished().contains(&cell) {
@@ -152,11 +163,12 @@ impl SaturateFlags {
             start: self.start.unwrap_or(before.start),
             precision: self.precision.unwrap_or(before.precision),
         };
-        let precision_ok = span.precision > 0.0 && span.precision < 1.0;
+        // (Rates nearer to each other than that have no names a person can read, and in the end no number between them.)
+        let precision_ok = (1e-4..1.0).contains(&span.precision);
         if !(span.start > 0.0 && span.start.is_finite() && precision_ok) {
             return Err(Error::invalid(
                 format!("--start {} --precision {} is out of bounds", span.start, span.precision),
-                "the start is a rate above 0, the precision a share between 0 and 1",
+                "the start is a rate above 0, the precision a share from 0.0001 to below 1",
             ));
         }
         options.search = Some(span);
@@ -209,22 +221,37 @@ fn finished_row(folder: &ResultsFolder, arm: &str, repeat: u32) -> Result<Summar
     })
 }
 
-/// The arm of a rate, made when it is first asked for.
+/// Requests of a flood that fills the seats four times over. A ramp or a recorded trace has a pace of its own.
+fn flood_prompts(plan: &Plan, prepared: &Prepared) -> Option<usize> {
+    let arm = &plan.arms[0];
+    let ready = prepared.arms[0].as_ref()?;
+    let seats = match ready.config.kv_layout {
+        KvLayout::Split => ready.seats.split,
+        KvLayout::Unified => ready.seats.unified,
+    };
+    let floods = arm.load.ramp.is_none() && arm.load.replay.is_none();
+    floods.then(|| arm.load.prompts.resolve(1).max(4 * seats.unwrap_or(1)).min(MOST_REQUESTS))
+}
+
+/// The arm of a rate (and of a number of requests where it is not that of the plan), made when it is first asked for.
 fn arm_of(
     plan: &mut Plan,
-    value: &str,
-    rate: crate::workload::rate::Rate,
+    Trial { rate, prompts }: Trial,
+    base_prompts: usize,
     prepared: &mut Prepared,
     device: &dyn crate::engine::device::Device,
 ) -> Result<usize> {
-    if let Some(index) = plan.arms.iter().position(|arm| arm.value == value) {
+    let more = if prompts == base_prompts { String::new() } else { format!(" prompts={prompts}") };
+    let name = format!("request_rate={rate}{more}");
+    if let Some(index) = plan.arms.iter().position(|arm| arm.name == name) {
         return Ok(index);
     }
     let mut arm = plan.arms[0].clone();
-    arm.name = format!("request_rate={value}");
-    arm.value = value.to_string();
+    arm.name = name;
+    arm.value = rate.to_string();
     arm.baseline = false;
     arm.load.request_rate = rate;
+    arm.load.prompts = Count::Exact(prompts);
     plan.arms.push(arm);
     prepare_more(plan, prepared, device)?;
     Ok(plan.arms.len() - 1)

@@ -10,6 +10,7 @@ use crate::engine::config::EngineConfig;
 use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::estimate;
 use crate::experiment::plan::{Arm, Plan, PlanOptions};
+use crate::experiment::prepare::prepare;
 use crate::experiment::spec::Rig;
 use crate::experiment::{claims, device};
 use crate::report::numbers::{bytes, duration};
@@ -53,8 +54,39 @@ impl ShowFlags {
             Format::Json => output::data(&json::array(std::slice::from_ref(&plan))?),
             Format::Csv => output::data(&arms(&plan, Format::Csv)?),
             Format::Table | Format::Md => output::data(&text(&plan, &rig, &reason, self.format)?),
-        }
+        }?;
+        check(plan, &options)
     }
+}
+
+/// What `run` would refuse before it loads anything, refused here too; the plan has been shown by then.
+fn check(mut plan: Plan, options: &PlanOptions) -> Result<()> {
+    // A model that would have to be downloaded first says nothing yet.
+    let here = |arm: &Arm| {
+        let reference: Result<ModelRef> = arm.model.parse();
+        !matches!(&reference, Ok(hub @ ModelRef::Hub { .. }) if open(hub, &OpenOptions::default()).is_err())
+    };
+    plan.arms.retain(here);
+    let Some(first) = plan.arms.first() else { return Ok(()) };
+    let device = match device::open(&options.device, first.engine.threads) {
+        Ok(chosen) => chosen.device,
+        // (A plan for a GPU may be looked at anywhere.)
+        Err(error) if rig_is_elsewhere(options) => {
+            output::note(&format!(
+                "not checked against memory and kernels, as the device is not here: {error}"
+            ));
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    for skipped in prepare(&plan, device.as_ref())?.skipped {
+        output::warning(&format!("left out: {}: {}", skipped.arm, skipped.reason));
+    }
+    Ok(())
+}
+
+fn rig_is_elsewhere(options: &PlanOptions) -> bool {
+    options.device.starts_with("cuda")
 }
 
 fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> {

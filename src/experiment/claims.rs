@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::plan::means;
 use super::spec::{ClaimSpec, FitTerm};
 use crate::engine::device::DeviceKind;
 use crate::measure::step_fit::StepFit;
@@ -81,7 +82,13 @@ fn measure(results: &RunResults, claim: &ClaimSpec) -> Option<f64> {
             FitTerm::PrivateMs => Some(fit.private_ms),
             FitTerm::CrossingSequences => fit.crossing(),
         };
-        let of_model = |arm: &str| fitted(results.step_fit(model_of(results, arm)?)?);
+        let of_model = |arm: &str| {
+            fitted(if arm.contains('*') {
+                results.step_fit_of(|name| means(arm, name))?
+            } else {
+                results.step_fit(model_of(results, arm)?)?
+            })
+        };
         let value = match claim.arm.as_deref() {
             Some(arm) => of_model(arm)?,
             None => fitted(results.only_step_fit()?)?,
@@ -129,7 +136,8 @@ fn of_model_record(results: &RunResults, arm: &str, metric: &str) -> Option<f64>
 
 fn missing(results: &RunResults, claim: &ClaimSpec) -> String {
     let arms = results.arms();
-    let absent = [&claim.arm, &claim.over].into_iter().flatten().find(|arm| !arms.contains(&arm.as_str()));
+    let absent =
+        [&claim.arm, &claim.over].into_iter().flatten().find(|arm| !arms.iter().any(|name| means(arm, name)));
     match absent {
         Some(arm) => format!("arm {arm} was not run"),
         None if claim.fit.is_some() => "too few batch sizes for a fit".to_string(),

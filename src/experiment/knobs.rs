@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::engine::model::ModelRef;
+use crate::workload::spec::{BURSTINESS, LONGEST_PAUSE_S, MOST_REQUESTS, MOST_TOKENS};
 use crate::{Error, Result};
 
 /// Which table a knob lives in.
@@ -52,9 +53,8 @@ pub struct Knob {
 
 const COUNT: Kind = Kind::Integer { min: 1, max: 1 << 40 };
 const AUTO_COUNT: Kind = Kind::AutoInteger { min: 1, max: 1 << 40 };
-/// Requests of a run, and tokens of a request: what is made of them before a run has to fit in memory.
-const REQUESTS: Kind = Kind::Integer { min: 1, max: 1 << 20 };
-const TOKENS: Kind = Kind::Integer { min: 1, max: 1 << 24 };
+const REQUESTS: Kind = Kind::Integer { min: 1, max: MOST_REQUESTS as i64 };
+const TOKENS: Kind = Kind::Integer { min: 1, max: MOST_TOKENS as i64 };
 const DTYPE: Kind = Kind::Choice(&["auto", "f32", "f16", "bf16"]);
 
 const fn engine(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
@@ -121,21 +121,25 @@ pub static KNOBS: &[Knob] = &[
     load("request_rate", Kind::Rate, "requests offered a second; inf: all at once"),
     load(
         "burstiness",
-        Kind::Float { min: 1e-3, max: 1e6 },
+        Kind::Float { min: *BURSTINESS.start(), max: *BURSTINESS.end() },
         "shape of the gaps between arrivals; 1 is Poisson",
     ),
     load(
         "concurrency",
-        Kind::AutoInteger { min: 1, max: 1 << 20 },
+        Kind::AutoInteger { min: 1, max: MOST_REQUESTS as i64 },
         "clients of a closed loop, each with one request in flight",
     ),
-    load("think_time_s", Kind::Float { min: 0.0, max: 1e6 }, "mean pause of a closed loop's client, seconds"),
+    load(
+        "think_time_s",
+        Kind::Float { min: 0.0, max: LONGEST_PAUSE_S },
+        "mean pause of a closed loop's client, seconds",
+    ),
     load("prompts", REQUESTS, "requests in the measured run"),
     load("input_len", TOKENS, "prompt tokens of a request"),
     load("output_len", TOKENS, "generated tokens of a request"),
     load(
         "prefix_len",
-        Kind::Integer { min: 0, max: 1 << 40 },
+        Kind::Integer { min: 0, max: MOST_TOKENS as i64 },
         "tokens at the start of a prompt that are shared",
     ),
     load("prefix_count", COUNT, "different shared prefixes"),

@@ -5,6 +5,8 @@
 //! value, then the flags (`--model`, `--prompts`, `--set`). Repeats are the outer loop and arms the inner one, so that
 //! a drift of the machine hits all arms alike.
 
+mod axes;
+
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -101,6 +103,10 @@ impl Arm {
         hash(&(&self.model, &self.load, &self.engine))
     }
 }
+
+/// More are a slip of the keyboard, and a plan has to fit in memory and in a table.
+const MOST_REPEATS: usize = 10_000;
+const MOST_CELLS: usize = 1_000_000;
 
 /// One arm of one repeat: the unit that is run, written and resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -289,7 +295,7 @@ pub fn build_sweep(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> R
         }
         axes.push((knob, knobs::parse_values(knob, values)?));
     }
-    let points = if options.zip { zipped(&axes)? } else { crossed(&axes) };
+    let points = if options.zip { axes::zipped(&axes)? } else { axes::crossed(&axes)? };
     let arms: Result<Vec<Arm>> = points
         .iter()
         .enumerate()
@@ -298,34 +304,8 @@ pub fn build_sweep(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> R
     finish(spec, options, base.repeats, arms?)
 }
 
-type Point = Vec<(&'static Knob, Setting)>;
-
 fn assignments(options: &PlanOptions) -> Result<Vec<(&'static Knob, Setting)>> {
     options.set.iter().map(|text| knobs::parse_assignment(text)).collect()
-}
-
-fn crossed(axes: &[(&'static Knob, Vec<Setting>)]) -> Vec<Point> {
-    axes.iter().fold(vec![Vec::new()], |points: Vec<Point>, (knob, settings)| {
-        let extend = |point: &Point, setting: &Setting| {
-            let mut longer = point.clone();
-            longer.push((*knob, setting.clone()));
-            longer
-        };
-        points.iter().flat_map(|point| settings.iter().map(move |setting| extend(point, setting))).collect()
-    })
-}
-
-fn zipped(axes: &[(&'static Knob, Vec<Setting>)]) -> Result<Vec<Point>> {
-    let lengths: Vec<usize> = axes.iter().map(|(_, settings)| settings.len()).collect();
-    if lengths.iter().any(|&length| length != lengths[0]) {
-        return Err(Error::invalid(
-            format!("--zip pairs the values of all knobs, but they have {lengths:?} values"),
-            "give every --values the same number of values, or leave out --zip to cross them",
-        ));
-    }
-    Ok((0..lengths.first().copied().unwrap_or(0))
-        .map(|i| axes.iter().map(|(knob, settings)| (*knob, settings[i].clone())).collect())
-        .collect())
 }
 
 /// What one `--load` says.
@@ -434,7 +414,7 @@ fn resolve(
 }
 
 /// Whether a pattern means a name: `*` stands for any letters, none included.
-fn means(pattern: &str, name: &str) -> bool {
+pub fn means(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
         Some((start, rest)) => name.strip_prefix(start).is_some_and(|name| {
@@ -475,6 +455,12 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
     let repeats = options.repeats.unwrap_or(repeats);
     if repeats == 0 {
         return Err(Error::invalid("--repeats 0 asks for no runs", "give 1 or more"));
+    }
+    if repeats > MOST_REPEATS || repeats * arms.len() > MOST_CELLS {
+        return Err(Error::invalid(
+            format!("{repeats} repeats of {} arms are out of bounds", arms.len()),
+            format!("--repeats is {MOST_REPEATS} at most, and all runs of an arm {MOST_CELLS}"),
+        ));
     }
     let altered = !options.set.is_empty()
         || !options.load.is_empty()

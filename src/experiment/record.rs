@@ -177,6 +177,33 @@ pub struct SkippedArm {
     pub reason: String,
 }
 
+/// Keys of a plan that earlier versions wrote.
+const KEYS_NO_MORE: [&str; 1] = ["victim_stagger_s"];
+
+fn drop_keys(value: &mut serde_json::Value, dropped: &mut Vec<String>) {
+    match value {
+        serde_json::Value::Object(object) => {
+            for key in KEYS_NO_MORE {
+                if let Some(was) = object.remove(key) {
+                    let text = format!("{key} = {was}");
+                    if !dropped.contains(&text) {
+                        dropped.push(text);
+                    }
+                }
+            }
+            object.values_mut().for_each(|value| drop_keys(value, dropped));
+        }
+        serde_json::Value::Array(array) => array.iter_mut().for_each(|value| drop_keys(value, dropped)),
+        _ => {}
+    }
+}
+
+/// The build that a record names, whatever else is in it.
+fn build_of(text: &str) -> Option<String> {
+    let value: serde_json::Value = serde_json::from_str(text).ok()?;
+    value.get("build")?.as_str().map(str::to_string)
+}
+
 pub fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
@@ -191,12 +218,28 @@ impl RunRecord {
                 "give the folder of a run, the one with run.json and summary.csv in it",
             )
         })?;
-        let record: Self = serde_json::from_str(&text).map_err(|error| {
-            Error::invalid(
-                format!("{}: {error}", path.display()),
-                "it was written by another version, or is damaged",
-            )
-        })?;
+        let record: Self = match serde_json::from_str(&text) {
+            Ok(record) => record,
+            Err(error) => Self::read_older(&text).ok_or_else(|| {
+                let this = build_id();
+                let hint = match build_of(&text) {
+                    Some(build) if build != this => {
+                        format!(
+                            "version {build} wrote it, this one is {this}: read it with the one that wrote it"
+                        )
+                    }
+                    _ => "it is damaged: its tables (summary.csv and the others) may still be whole"
+                        .to_string(),
+                };
+                Error::invalid(format!("{}: {error}", path.display()), hint)
+            })?,
+        };
+        if record.plan.arms.is_empty() {
+            return Err(Error::invalid(
+                format!("{}: its plan has no arms", path.display()),
+                "it is damaged: its tables (summary.csv and the others) may still be whole",
+            ));
+        }
         if !(1..=SCHEMA).contains(&record.schema) {
             return Err(Error::invalid(
                 format!("{} has schema {}, this version reads 1 to {SCHEMA}", path.display(), record.schema),
@@ -228,6 +271,22 @@ impl RunRecord {
     pub fn warn_of_ceilings(&mut self) {
         self.warnings.retain(|warning| !warning.starts_with(roofs::WARNING));
         self.warnings.extend(roofs::warnings(&self.arm_ceilings));
+    }
+
+    /// Reads a record of an earlier version, without the keys that are no more; what they were is a warning.
+    fn read_older(text: &str) -> Option<Self> {
+        let mut value: serde_json::Value = serde_json::from_str(text).ok()?;
+        let mut dropped = Vec::new();
+        drop_keys(&mut value["plan"], &mut dropped);
+        if dropped.is_empty() {
+            return None;
+        }
+        let mut record: Self = serde_json::from_value(value).ok()?;
+        let build = &record.build;
+        record
+            .warnings
+            .push(format!("written by version {build}: {} is no more, and ignored", dropped.join(", ")));
+        Some(record)
     }
 
     pub fn json(&self) -> Result<Vec<u8>> {

@@ -11,9 +11,11 @@ use serde::{Deserialize, Serialize};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+use super::claims::MODEL_METRICS;
 use super::knobs;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::DeviceKind;
+use crate::measure::summary::Summary;
 use crate::workload::spec::LoadSpec;
 use crate::{Error, Result};
 
@@ -165,7 +167,7 @@ pub struct ClaimSpec {
     pub population: Option<String>,
     pub arm: Option<String>,
     pub over: Option<String>,
-    /// Of all arms of the model of `arm`, over that of `over`.
+    /// Of all arms of the model of `arm`, over that of `over`; with a `*` in it, of the arms it means alone.
     pub fit: Option<FitTerm>,
     pub expect: Option<f64>,
     pub tolerance: Option<f64>,
@@ -338,7 +340,7 @@ fn check_arms(knob: Option<&str>, arms: &[ArmSpec], path: &[&str]) -> Checked {
         let here = [path, &["arms", index.as_str()]].concat();
         let inside = |key| [here.as_slice(), &[key]].concat();
         check_values(arm.knob.as_deref().or(knob), &inside("knob"), &arm.values, &inside("values"))?;
-        if arm.values.is_empty() && arm.name.is_none() {
+        if arm.name.as_ref().map_or(arm.values.is_empty(), |name| name.trim().is_empty()) {
             return wrong(&here, "an arm with neither `name` nor `values`", "give it a name");
         }
         let named_twice =
@@ -383,6 +385,20 @@ fn check_claim(claim: &ClaimSpec) -> Result<()> {
                 "what it measures is unclear",
                 "give `metric` or `fit`, and the `arm` (and `over`) it is of; a fit without `arm` is of a run of one model",
             ));
+        }
+    }
+    // (Populations have columns of their own, and what they are depends on the load.)
+    if let Some(metric) = claim.metric.as_deref().filter(|_| claim.population.is_none()) {
+        let columns = serde_json::to_value(Summary::default()).unwrap_or_default();
+        let columns: Vec<&str> =
+            columns.as_object().into_iter().flatten().map(|(key, _)| key.as_str()).collect();
+        let known = || columns.iter().copied().chain(MODEL_METRICS);
+        if !known().any(|name| name == metric) {
+            let hint = match knobs::nearest(metric, known()) {
+                Some(nearest) => format!("did you mean `{nearest}`?"),
+                None => format!("columns of summary.csv, or {}", MODEL_METRICS.join(", ")),
+            };
+            return Err(context(&format!("there is no metric `{metric}`"), &hint));
         }
     }
     let band = claim.expect.is_some() && claim.tolerance.is_some_and(|tolerance| tolerance > 0.0);

@@ -6,6 +6,11 @@
 //! first, so the 5 % are shared out among the looks (Bonferroni) and the confidence is that of the decision. A first repeat that is clear of every limit by a
 //! factor of two, or beyond one by it, decides alone. What is still open after the last repeat goes by the means and is
 //! marked so. A failed request breaks any limit.
+//!
+//! A finite burst is no rate: requests that are all in before the first is answered show no queue, whatever their rate.
+//! So no rate is tried beyond what a flood completes, and one that keeps the limits must last: its arrivals take at least
+//! [`TURNS`] times as long as a request does, else more requests are sent; and of what is offered, at least
+//! [`KEEPS_PACE`] is completed in the whole time.
 
 use super::quantile::supported;
 use super::statistics::{mean, t_quantile, variance};
@@ -17,6 +22,17 @@ use crate::{Error, Result};
 /// Of each one-sided decision about a rate.
 pub const CONFIDENCE: f64 = 0.95;
 const CLEAR_FACTOR: f64 = 2.0;
+/// Times a request's own time that arrivals must take for a queue to show. (By Little's law: times the requests in flight.)
+pub const TURNS: f64 = 8.0;
+/// Share of the offered rate that is completed in arrivals of [`TURNS`] and the wait for the last answer: 8/9 of it without
+/// a queue.
+const KEEPS_PACE: f64 = 0.8;
+/// How often requests are added to a rate, and how many it may come to: where it is never enough, the queue grows with them.
+const EXTENSIONS: usize = 4;
+/// Where f times as many requests take more than f to this power times as long, what waits grows with them. (In a queue at
+/// its very limit it grows with the square root.)
+const GROWTH: f64 = 0.6;
+const MOST_PROMPTS: usize = 1 << 16;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct SearchOptions {
@@ -28,6 +44,17 @@ pub struct SearchOptions {
     /// Bisection ends when the rates on both sides of the answer differ by this share.
     pub precision: f64,
     pub most_repeats: u32,
+    /// Requests of a run, unless more are needed.
+    pub prompts: usize,
+    /// Requests of the flood that bounds the search; `None`: a load that cannot flood has no such bound.
+    pub flood_prompts: Option<usize>,
+}
+
+/// A run that is asked for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Trial {
+    pub rate: Rate,
+    pub prompts: usize,
 }
 
 impl Default for SearchOptions {
@@ -39,6 +66,8 @@ impl Default for SearchOptions {
             highest: 4096.0,
             precision: 0.05,
             most_repeats: 5,
+            prompts: 200,
+            flood_prompts: None,
         }
     }
 }
@@ -56,6 +85,8 @@ pub struct Judged {
     pub judgement: Judgement,
     /// Decided with [`CONFIDENCE`] rather than by the means alone.
     pub certain: bool,
+    /// The limits were kept, but only as long as requests were still coming in.
+    pub unsustained: bool,
     pub repeats: Vec<Summary>,
 }
 
@@ -68,6 +99,7 @@ impl Judged {
     /// What the judgement rests on, in a word or two.
     pub fn basis(&self) -> &'static str {
         match (self.certain, self.repeats.len()) {
+            _ if self.unsustained => "not sustained",
             (true, _) if self.repeats.iter().any(|summary| summary.failed > 0) => "a request failed",
             (true, 1) => "twofold",
             (true, _) => "95 %",
@@ -90,13 +122,16 @@ pub struct Saturation {
     pub breaks: Option<Judged>,
     /// Every rate tried, in order.
     pub tried: Vec<Judged>,
+    /// Requests a second that a flood completed: no higher rate was tried.
+    pub flood_throughput: Option<f64>,
 }
 
 /// # Errors
-/// No limits; a limit whose percentile the runs are too short to support; what `run` says.
+/// No limits; a limit whose percentile the runs are too short to support; what `run` says, which is asked for a repeat of
+/// a trial.
 pub fn search(
     options: &SearchOptions,
-    mut run: impl FnMut(Rate, u32) -> Result<Summary>,
+    mut run: impl FnMut(Trial, u32) -> Result<Summary>,
 ) -> Result<Saturation> {
     if options.slo.is_empty() {
         return Err(Error::invalid(
@@ -104,8 +139,16 @@ pub fn search(
             "give --slo, for example --slo ttft_p99=500",
         ));
     }
-    let mut found = Saturation { keeps: None, breaks: None, tried: Vec::new() };
-    let mut per_s = options.start.clamp(options.lowest, options.highest);
+    let mut found = Saturation { keeps: None, breaks: None, tried: Vec::new(), flood_throughput: None };
+    let mut highest = options.highest;
+    if let Some(prompts) = options.flood_prompts {
+        let flood = run(Trial { rate: Rate::FLOOD, prompts }, 0)?;
+        let completed = flood.request_throughput.unwrap_or(0.0);
+        found.flood_throughput =
+            flood.steady_request_throughput.filter(|steady| *steady > completed).or(Some(completed));
+        highest = found.flood_throughput.map_or(highest, rounded).clamp(options.lowest, highest);
+    }
+    let mut per_s = options.start.clamp(options.lowest, highest);
     loop {
         let judged = judge(Rate::new(per_s)?, options, &mut run)?;
         found.tried.push(judged.clone());
@@ -118,8 +161,8 @@ pub fn search(
         per_s = match (keeps, breaks) {
             (Some(keeps), Some(breaks)) if breaks <= keeps * (1.0 + options.precision) => return Ok(found),
             (Some(keeps), Some(breaks)) => between(keeps, breaks, options.precision),
-            (Some(keeps), None) if keeps >= options.highest => return Ok(found),
-            (Some(keeps), None) => (keeps * 2.0).min(options.highest),
+            (Some(keeps), None) if keeps >= highest => return Ok(found),
+            (Some(keeps), None) => (keeps * 2.0).min(highest),
             (None, Some(breaks)) if breaks <= options.lowest => return Ok(found),
             (None, Some(breaks)) => (breaks / 2.0).max(options.lowest),
             (None, None) => return Ok(found),
@@ -136,22 +179,96 @@ fn between(keeps: f64, breaks: f64, precision: f64) -> f64 {
     rounded.into_iter().find(near).unwrap_or(middle)
 }
 
+/// To three digits, so that the arm of a measured rate has a name a person can read.
+fn rounded(per_s: f64) -> f64 {
+    format!("{per_s:.2e}").parse().unwrap_or(per_s)
+}
+
+/// Whether a run that kept the limits lasted.
+enum Pace {
+    Kept,
+    /// Completed far less than was offered.
+    Behind,
+    /// Over too soon to tell: this many requests may do.
+    TooShort(usize),
+}
+
+fn pace(trial: Trial, summary: &Summary) -> Pace {
+    let Some(e2el_s) = summary.e2el_mean_ms.map(|ms| ms / 1e3) else { return Pace::Kept };
+    let per_s = trial.rate.per_s();
+    if (summary.requests as f64) < TURNS * e2el_s * per_s {
+        // (A tenth more, since a fuller batch takes longer.)
+        return Pace::TooShort((1.1 * TURNS * e2el_s * per_s).ceil() as usize);
+    }
+    match summary.request_throughput {
+        Some(completed) if completed < KEEPS_PACE * per_s => Pace::Behind,
+        _ => Pace::Kept,
+    }
+}
+
 fn judge(
     rate: Rate,
     options: &SearchOptions,
-    run: &mut impl FnMut(Rate, u32) -> Result<Summary>,
+    run: &mut impl FnMut(Trial, u32) -> Result<Summary>,
 ) -> Result<Judged> {
-    let mut repeats = Vec::new();
+    let mut trial = Trial { rate, prompts: options.prompts };
+    let unsustained = |certain, repeats| {
+        Ok(Judged { rate, judgement: Judgement::Breaks, certain, unsustained: true, repeats })
+    };
+    let mut shorter: Option<(usize, f64)> = None;
+    for extension in 0..=EXTENSIONS {
+        let judged = judge_trial(trial, options, run)?;
+        if judged.judgement == Judgement::Breaks {
+            return Ok(judged);
+        }
+        let first = &judged.repeats[0];
+        let e2el_ms = first.e2el_mean_ms.unwrap_or(0.0);
+        let grows = shorter.is_some_and(|(prompts, before_ms)| {
+            e2el_ms > before_ms * (trial.prompts as f64 / prompts as f64).powf(GROWTH)
+        });
+        match pace(trial, first) {
+            _ if grows => return unsustained(true, judged.repeats),
+            Pace::Kept => return Ok(judged),
+            Pace::Behind => return unsustained(true, judged.repeats),
+            // A recorded trace has no more requests to send.
+            Pace::TooShort(_) if first.requests < trial.prompts => return unsustained(false, judged.repeats),
+            Pace::TooShort(prompts) => {
+                shorter = Some((trial.prompts, e2el_ms));
+                trial.prompts = prompts.max(2 * trial.prompts);
+            }
+        }
+        if extension == EXTENSIONS || trial.prompts > MOST_PROMPTS {
+            return unsustained(false, judged.repeats);
+        }
+    }
+    Err(Error::failed("the search ended without a judgement", "this is a defect: please report it"))
+}
+
+/// Judges by the limits alone. A first repeat that did not last is not repeated.
+fn judge_trial(
+    trial: Trial,
+    options: &SearchOptions,
+    run: &mut impl FnMut(Trial, u32) -> Result<Summary>,
+) -> Result<Judged> {
+    let rate = trial.rate;
+    let mut repeats: Vec<Summary> = Vec::new();
     loop {
-        let summary = run(rate, repeats.len() as u32)?;
+        let summary = run(trial, repeats.len() as u32)?;
         check_support(&summary, &options.slo)?;
         repeats.push(summary);
         // Looks that an interval may decide at: after each repeat but the first.
         let looks = options.most_repeats.saturating_sub(1).max(1);
         let verdict = verdict(&repeats, &options.slo, looks);
         let last = repeats.len() as u32 >= options.most_repeats.max(1);
-        if verdict.1 || last {
-            return Ok(Judged { rate, judgement: verdict.0, certain: verdict.1, repeats });
+        let lasted = verdict.0 == Judgement::Breaks || matches!(pace(trial, &repeats[0]), Pace::Kept);
+        if verdict.1 || last || !lasted {
+            return Ok(Judged {
+                rate,
+                judgement: verdict.0,
+                certain: verdict.1,
+                unsustained: false,
+                repeats,
+            });
         }
     }
 }
@@ -241,7 +358,7 @@ mod tests {
     }
 
     /// An M/D/1 queue's mean wait on top of a service time of 100 ms: breaks any limit before 10 a second.
-    fn queue(rate: Rate, noise: f64) -> Summary {
+    fn queue(Trial { rate, .. }: Trial, noise: f64) -> Summary {
         let load: f64 = (rate.per_s() / 10.0).min(0.999);
         let ttft_ms = (100.0 + 100.0 * load / (2.0 * (1.0 - load))) * (1.0 + noise);
         Summary {
@@ -255,7 +372,7 @@ mod tests {
     #[test]
     fn the_knee_is_found_within_the_precision() {
         // 250 ms is reached at load l with l / (2 (1 - l)) = 1.5: l = 0.75, so 7.5 a second.
-        let found = search(&options("ttft_p99=250"), |rate, _| Ok(queue(rate, 0.0))).unwrap();
+        let found = search(&options("ttft_p99=250"), |trial, _| Ok(queue(trial, 0.0))).unwrap();
         let (keeps, breaks) = (found.keeps.unwrap(), found.breaks.unwrap());
         assert!(keeps.rate.per_s() <= 7.5 && 7.5 <= breaks.rate.per_s());
         assert!(breaks.rate.per_s() <= 1.05 * keeps.rate.per_s());
@@ -279,7 +396,7 @@ mod tests {
     #[test]
     fn noise_takes_repeats_near_the_limit_and_none_far_from_it() {
         let noise = [0.02, -0.02, 0.01, -0.01, 0.0];
-        let run = |rate, repeat: u32| Ok(queue(rate, noise[repeat as usize]));
+        let run = |trial, repeat: u32| Ok(queue(trial, noise[repeat as usize]));
         let found = search(&options("ttft_p99=250"), run).unwrap();
         let repeats = |per_s: f64| {
             let judged = found.tried.iter().find(|judged| judged.rate.per_s() == per_s).unwrap();
@@ -297,7 +414,7 @@ mod tests {
     #[test]
     fn bounds_of_the_search_are_kept() {
         let always = |ttft_ms: f64| {
-            move |_: Rate, _: u32| {
+            move |_: Trial, _: u32| {
                 Ok(Summary { completed: 200, ttft_p99_ms: Some(ttft_ms), ..Summary::default() })
             }
         };
@@ -309,17 +426,93 @@ mod tests {
 
     #[test]
     fn failed_requests_break_every_limit() {
-        let run = |rate: Rate, _| Ok(Summary { failed: usize::from(rate.per_s() > 3.0), ..queue(rate, 0.0) });
+        let run = |trial: Trial, _| {
+            Ok(Summary { failed: usize::from(trial.rate.per_s() > 3.0), ..queue(trial, 0.0) })
+        };
         let keeps = search(&options("ttft_p99=10000"), run).unwrap().keeps.unwrap();
         assert!((2.8..=3.0).contains(&keeps.rate.per_s()));
     }
 
+    /// 32 seats that answer in two seconds: 16 requests a second, and a burst that they hold at once shows no queue whatever
+    /// its rate.
+    fn burst(Trial { rate, prompts }: Trial) -> Summary {
+        let capacity = 16.0;
+        let (per_s, n) = (rate.per_s(), prompts as f64);
+        let queued_s = (n / capacity - n / per_s - 2.0).max(0.0);
+        let e2el_s = 2.0 + 0.5 * queued_s;
+        Summary {
+            requests: prompts,
+            completed: prompts,
+            ttft_mean_ms: Some(100.0 + 500.0 * queued_s),
+            itl_p99_ms: Some(20.0),
+            e2el_mean_ms: Some(1e3 * e2el_s),
+            request_throughput: Some(n / (n / per_s + 2.0 + queued_s)),
+            goodput: Some(per_s.min(capacity)),
+            ..Summary::default()
+        }
+    }
+
+    #[test]
+    fn a_finite_burst_is_no_rate() {
+        for slo in ["ttft_mean=500", "itl_p99=100"] {
+            for flood_prompts in [None, Some(400)] {
+                let options = SearchOptions { prompts: 20, flood_prompts, ..options(slo) };
+                let found = search(&options, |trial, _| Ok(burst(trial))).unwrap();
+                let keeps = found.keeps.unwrap();
+                assert!(
+                    (12.0..20.5).contains(&keeps.rate.per_s()),
+                    "{slo}, {flood_prompts:?}: {}",
+                    keeps.rate
+                );
+                assert!(keeps.repeats[0].requests >= 128, "arrivals took eight times two seconds");
+                assert_eq!(found.flood_throughput.is_some(), flood_prompts.is_some());
+            }
+        }
+    }
+
+    /// A server that completes fewer than it is offered, by less than the wait for the last answer would show.
+    #[test]
+    fn a_queue_that_grows_with_the_load_is_no_rate() {
+        let run = |trial: Trial, _| {
+            let per_s = trial.rate.per_s();
+            let over = (per_s / 6.5 - 1.0).max(0.0);
+            let e2el_s = 10.0 + 0.5 * over * trial.prompts as f64 / per_s;
+            let (requests, request_throughput) = (trial.prompts, Some(per_s.min(6.5)));
+            let e2el_mean_ms = Some(1e3 * e2el_s);
+            let itl_p99_ms = Some(20.0);
+            let completed = requests;
+            Ok(Summary {
+                requests,
+                completed,
+                request_throughput,
+                e2el_mean_ms,
+                itl_p99_ms,
+                ..Summary::default()
+            })
+        };
+        let options = SearchOptions { highest: 7.7, ..options("itl_p99=100") };
+        let found = search(&options, run).unwrap();
+        assert!((6.5..7.6).contains(&found.keeps.unwrap().rate.per_s()));
+        assert_eq!(found.breaks.unwrap().basis(), "not sustained");
+    }
+
+    #[test]
+    fn a_trace_too_short_to_tell_is_not_taken_for_a_rate() {
+        let run = |trial: Trial, _| Ok(burst(Trial { prompts: trial.prompts.min(20), ..trial }));
+        let options = SearchOptions { prompts: 200, ..options("itl_p99=100") };
+        let found = search(&options, run).unwrap();
+        // Twenty requests of two seconds last eight turns at 1.25 a second and below.
+        assert!(found.keeps.unwrap().rate.per_s() <= 1.25);
+        let breaks = found.breaks.unwrap();
+        assert_eq!((breaks.basis(), breaks.certain), ("not sustained", false));
+    }
+
     #[test]
     fn limits_that_cannot_be_told_are_refused() {
-        let short = |rate, _| Ok(Summary { completed: 50, ..queue(rate, 0.0) });
+        let short = |trial, _| Ok(Summary { completed: 50, ..queue(trial, 0.0) });
         let error = search(&options("ttft_p99=250"), short).unwrap_err();
         assert!(error.to_string().contains("ttft_p99") && error.hint().contains("--prompts"));
-        assert!(search(&options(""), |rate, _| Ok(queue(rate, 0.0))).is_err());
+        assert!(search(&options(""), |trial, _| Ok(queue(trial, 0.0))).is_err());
     }
 
     #[test]

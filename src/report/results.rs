@@ -110,6 +110,17 @@ impl RunResults {
         step_fit::fit(&step_fit::decode_points(self.steps_of_model(model), |step| step.duration_ms))
     }
 
+    /// The line through the decode steps of some arms alone; `None` for arms of several models.
+    pub fn step_fit_of(&self, means: impl Fn(&str) -> bool) -> Option<StepFit> {
+        let mut rows = self.summaries.iter().filter(|summary| means(&summary.arm));
+        let model = &rows.next()?.model;
+        if !rows.all(|summary| summary.model == *model) {
+            return None;
+        }
+        let steps = self.steps.iter().filter(|step| means(&step.arm));
+        step_fit::fit(&step_fit::decode_points(steps, |step| step.duration_ms))
+    }
+
     /// The same of a run whose arms share one model; `None` for several models.
     pub fn only_step_fit(&self) -> Option<StepFit> {
         let models = self.models();

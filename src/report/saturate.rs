@@ -56,7 +56,8 @@ pub fn render(format: Format, found: &Saturation) -> Result<String> {
                            "repeats": judged.repeats.len()})
                 })
             };
-            let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows});
+            let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows,
+                                "flood_throughput": found.flood_throughput});
             let text = serde_json::to_string_pretty(&answer)
                 .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
             Ok(text + "\n")
@@ -86,6 +87,7 @@ fn answer(found: &Saturation) -> String {
     let sure = |judged: &Judged| match judged.confidence() {
         Some(confidence) => format!("with {} % confidence", confidence * 100.0),
         None if judged.certain && judged.basis() == "twofold" => "clear by a factor of two".to_string(),
+        None if judged.unsustained => "not sustained".to_string(),
         None if judged.certain => "a request failed".to_string(),
         None => format!("by the means of {} repeats, not decided", judged.repeats.len()),
     };
@@ -101,9 +103,13 @@ fn answer(found: &Saturation) -> String {
     let broken = found.breaks.as_ref().map_or("no rate that was tried breaks them".to_string(), |judged| {
         format!("{} break them ({})", judged.rate, sure(judged))
     });
+    let flood = found.flood_throughput.map_or(String::new(), |per_s| {
+        format!("; a flood completes {} requests/s, and none higher was tried", number(per_s))
+    });
     format!(
-        "\n{kept}; {broken}\n`{} %`: one-sided, of the mean over repeats, shared out among the looks; `twofold`: one \
-         repeat, clear of a limit by a factor of two; `by the means`: still open after the last repeat\n",
+        "\n{kept}; {broken}{flood}\n`{} %`: one-sided, of the mean over repeats, shared out among the looks; `twofold`: one \
+         repeat, clear of a limit by a factor of two; `by the means`: still open after the last repeat; `not sustained`: the \
+         limits were kept only while requests still came in, faster than they were completed or too few of them to tell\n",
         CONFIDENCE * 100.0
     )
 }

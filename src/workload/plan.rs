@@ -7,7 +7,9 @@ use super::probe::Probe;
 use super::prompts::Prompts;
 use super::schedule::{Pacing, PlannedRequest, Role, Schedule, ScheduleContext};
 use super::seeds::{Purpose, repeat_seed, request_seed, stream};
-use super::spec::{Count, LoadSpec, PromptKind};
+use super::spec::{
+    Count, LATEST_ARRIVAL_S, LoadSpec, MOST_PROMPT_TOKENS, MOST_REQUESTS, MOST_TOKENS, PromptKind,
+};
 use super::{arrivals, lengths, replay};
 use crate::engine::request::Request;
 use crate::{Error, Result};
@@ -62,6 +64,7 @@ impl LoadSpec {
 
     fn load_schedule(&self, context: &ScheduleContext) -> Result<Schedule> {
         let (arrivals_s, pairs) = self.arrivals_and_lengths(context)?;
+        check_size(&arrivals_s, &pairs)?;
         let prompts = self.prompts(context, &pairs)?;
         let mut think = stream(context.seed, Purpose::ThinkTime);
         let requests =
@@ -99,6 +102,12 @@ impl LoadSpec {
 
     fn arrivals_and_lengths(&self, context: &ScheduleContext) -> Result<(Vec<f64>, Vec<LengthPair>)> {
         let count = self.prompts.resolve(context.seats);
+        if count > MOST_REQUESTS {
+            return Err(Error::invalid(
+                format!("prompts = {count} is out of bounds with {} seats", context.seats),
+                format!("prompts must be 1 to {MOST_REQUESTS}: lower per_seat, or give it a max"),
+            ));
+        }
         let Some(replay) = &self.replay else {
             let times = arrivals::arrival_times(
                 count,
@@ -181,11 +190,36 @@ impl LoadSpec {
     }
 }
 
+/// Requests that a run can hold and see the end of.
+fn check_size(arrivals_s: &[f64], pairs: &[LengthPair]) -> Result<()> {
+    let last_s = arrivals_s.last().copied().unwrap_or(0.0);
+    if last_s > LATEST_ARRIVAL_S {
+        return Err(Error::invalid(
+            format!("the last of {} requests would be due after {last_s:.0} seconds", arrivals_s.len()),
+            format!("raise request_rate or ask for fewer prompts: {LATEST_ARRIVAL_S} seconds at most"),
+        ));
+    }
+    if let Some(pair) = pairs.iter().find(|pair| pair.0.max(pair.1) > MOST_TOKENS) {
+        return Err(Error::invalid(
+            format!("a request of {} + {} tokens is out of bounds", pair.0, pair.1),
+            format!("prompts and answers have {MOST_TOKENS} tokens at most"),
+        ));
+    }
+    let tokens: usize = pairs.iter().map(|pair| pair.0).sum();
+    if tokens > MOST_PROMPT_TOKENS {
+        return Err(Error::invalid(
+            format!("{} prompts of {tokens} tokens in all do not fit in memory", pairs.len()),
+            format!("ask for fewer prompts or shorter ones: {MOST_PROMPT_TOKENS} tokens in all at most"),
+        ));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::workload::rate::Rate;
-    use crate::workload::spec::{Arrivals, Lengths, Replay};
+    use crate::workload::spec::{Arrivals, CountRule, Lengths, Replay};
 
     fn context(seed: u64) -> ScheduleContext<'static> {
         ScheduleContext {
@@ -308,6 +342,18 @@ mod tests {
         assert_eq!(spec.schedule(&context(0)).unwrap().total_tokens(), (18, 9));
         let spec = LoadSpec { request_rate: Rate::new(3.0).unwrap(), ..spec };
         assert_eq!(arrivals(&spec), [0.0, 0.25, 1.0]);
+    }
+
+    #[test]
+    fn loads_that_no_memory_holds_or_that_never_end_are_refused() {
+        let refused = |spec: &LoadSpec| spec.schedule(&context(0)).unwrap_err().to_string();
+        let many = LoadSpec { prompts: Count::Exact(1 << 20), input_len: 1 << 12, ..Default::default() };
+        assert!(refused(&many).contains("1048576 prompts of 4294967296 tokens"));
+        let rule = CountRule { per_seat: 1 << 60, min: 1, max: None };
+        let rule = LoadSpec { prompts: Count::Rule(rule), ..Default::default() };
+        assert!(refused(&rule).contains("prompts"), "{}", refused(&rule));
+        let slow = LoadSpec { request_rate: Rate::new(1e-12).unwrap(), ..Default::default() };
+        assert!(refused(&slow).contains("200000000000000 seconds"), "{}", refused(&slow));
     }
 
     #[test]

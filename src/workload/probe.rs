@@ -6,7 +6,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::spec::{MOST_PROMPT_TOKENS, MOST_REQUESTS, MOST_TOKENS};
 use crate::{Error, Result};
+
+/// A wait longer than this is a mistake rather than a probe, and victims ask all the while.
+const LONGEST_WAIT_S: f64 = 3600.0;
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -54,18 +58,27 @@ impl Default for Probe {
 
 impl Probe {
     pub fn validate(&self) -> Result<()> {
-        let lengths = [
-            ("probe.victims", self.victims),
-            ("probe.victim_input_len", self.victim_input_len),
-            ("probe.victim_output_len", self.victim_output_len),
-            ("probe.injectors", self.injectors),
-            ("probe.injector_input_len", self.injector_input_len),
-            ("probe.injector_output_len", self.injector_output_len),
+        let counts = [
+            ("probe.victims", self.victims, MOST_REQUESTS),
+            ("probe.victim_input_len", self.victim_input_len, MOST_TOKENS),
+            ("probe.victim_output_len", self.victim_output_len, MOST_TOKENS),
+            ("probe.injectors", self.injectors, MOST_REQUESTS),
+            ("probe.injector_input_len", self.injector_input_len, MOST_TOKENS),
+            ("probe.injector_output_len", self.injector_output_len, MOST_TOKENS),
         ];
-        if let Some((key, _)) = lengths.iter().find(|(_, value)| *value == 0) {
+        for (key, value, most) in counts {
+            if !(1..=most).contains(&value) {
+                return Err(Error::invalid(
+                    format!("{key} = {value} is out of bounds"),
+                    format!("{key} must be 1 to {most}"),
+                ));
+            }
+        }
+        let tokens = self.victims * self.victim_input_len + self.injectors * self.injector_input_len;
+        if tokens > MOST_PROMPT_TOKENS {
             return Err(Error::invalid(
-                format!("{key} = 0 is out of bounds"),
-                format!("{key} must be 1 or more"),
+                format!("the probe's prompts have {tokens} tokens, which do not fit in memory"),
+                format!("{MOST_PROMPT_TOKENS} at most: fewer victims and injectors, or shorter prompts"),
             ));
         }
         let seconds = [
@@ -74,10 +87,10 @@ impl Probe {
             ("probe.drain_s", self.drain_s),
         ];
         for (key, seconds) in seconds {
-            if !(seconds >= 0.0 && seconds.is_finite()) {
+            if !(0.0..=LONGEST_WAIT_S).contains(&seconds) {
                 return Err(Error::invalid(
                     format!("{key} = {seconds} is out of bounds"),
-                    format!("{key} must be 0 or more seconds"),
+                    format!("{key} must be 0 to {LONGEST_WAIT_S} seconds"),
                 ));
             }
         }
@@ -88,5 +101,24 @@ impl Probe {
             )),
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_and_counts_have_bounds() {
+        let wrong = |change: fn(&mut Probe)| {
+            let mut probe = Probe::default();
+            change(&mut probe);
+            probe.validate().unwrap_err().to_string()
+        };
+        assert!(wrong(|probe| probe.inject_after_s = 1e18).contains("probe.inject_after_s"));
+        assert!(wrong(|probe| probe.drain_s = f64::NAN).contains("probe.drain_s"));
+        assert!(wrong(|probe| probe.victims = 1 << 40).contains("probe.victims = 1099511627776"));
+        assert!(wrong(|probe| probe.injectors = 1 << 20).contains("tokens"));
+        Probe::default().validate().unwrap();
     }
 }

@@ -13,6 +13,18 @@ use super::slo::Slo;
 use crate::engine::request::SamplingParams;
 use crate::{Error, Result};
 
+/// Bounds of a load: what is drawn before a run has to fit in memory, and a run has to end. The knobs have the same ones.
+pub const MOST_REQUESTS: usize = 1 << 20;
+/// Of one prompt, and of one answer.
+pub const MOST_TOKENS: usize = 1 << 24;
+/// Of all prompts together, which are drawn whole: 1 GiB of them.
+pub const MOST_PROMPT_TOKENS: usize = 1 << 28;
+/// When the last request is due at the latest, seconds: 115 days.
+pub const LATEST_ARRIVAL_S: f64 = 1e7;
+pub const LONGEST_PAUSE_S: f64 = 1e6;
+pub const BURSTINESS: std::ops::RangeInclusive<f64> = 1e-3..=1e6;
+pub const MOST_ROUNDS: usize = 100;
+
 /// Names of the load's knobs for `--set` and `--knob`: scalar keys of [`LoadSpec`].
 pub const LOAD_KNOBS: [&str; 13] = [
     "request_rate",
@@ -106,7 +118,7 @@ impl Default for LoadSpec {
 
 /// A number of requests: given, or so many for each seat (`max_num_seqs`) within bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number of requests, or a rule such as { per_seat = 4, min = 48 }")]
 pub enum Count {
     Exact(usize),
     Rule(CountRule),
@@ -126,7 +138,9 @@ impl Count {
     pub fn resolve(self, seats: usize) -> usize {
         match self {
             Self::Exact(count) => count,
-            Self::Rule(rule) => (rule.per_seat * seats).max(rule.min).min(rule.max.unwrap_or(usize::MAX)),
+            Self::Rule(rule) => {
+                rule.per_seat.saturating_mul(seats).max(rule.min).min(rule.max.unwrap_or(usize::MAX))
+            }
         }
     }
 }
@@ -254,13 +268,17 @@ impl LoadSpec {
                 format!("{knob} must be {allowed}"),
             ))
         };
-        check(self.prompts.resolve(1) > 0, "prompts", &self.prompts.resolve(1), "1 or more")?;
-        check(positive(self.burstiness), "burstiness", &self.burstiness, "a number above 0")?;
-        check(self.concurrency != Some(0), "concurrency", &0, "1 or more")?;
-        let think_ok = self.think_time_s >= 0.0 && self.think_time_s.is_finite();
-        check(think_ok, "think_time_s", &self.think_time_s, "0 or more")?;
-        check(self.input_len > 0, "input_len", &self.input_len, "1 or more")?;
-        check(self.output_len > 0, "output_len", &self.output_len, "1 or more")?;
+        // (A rule's count has its bound once the seats are known.)
+        let prompts = self.prompts.resolve(1);
+        check((1..=MOST_REQUESTS).contains(&prompts), "prompts", &prompts, &up_to(MOST_REQUESTS))?;
+        check(BURSTINESS.contains(&self.burstiness), "burstiness", &self.burstiness, "0.001 to 1000000")?;
+        let clients = self.concurrency.unwrap_or(1);
+        check((1..=MOST_REQUESTS).contains(&clients), "concurrency", &clients, &up_to(MOST_REQUESTS))?;
+        let think_ok = (0.0..=LONGEST_PAUSE_S).contains(&self.think_time_s);
+        check(think_ok, "think_time_s", &self.think_time_s, "0 to 1000000")?;
+        for (knob, tokens) in [("input_len", self.input_len), ("output_len", self.output_len)] {
+            check((1..=MOST_TOKENS).contains(&tokens), knob, &tokens, &up_to(MOST_TOKENS))?;
+        }
         check(self.prefix_count > 0, "prefix_count", &self.prefix_count, "1 or more")?;
         let temperature_ok = self.temperature >= 0.0 && self.temperature.is_finite();
         check(temperature_ok, "temperature", &self.temperature, "0 (greedy) or more")?;
@@ -275,10 +293,12 @@ impl LoadSpec {
             Lengths::Fixed | Lengths::File { .. } => {}
         }
         if let PromptKind::Repeat { period } = self.prompt {
-            check(period > 0, "prompt.period", &period, "1 or more")?;
+            check((1..=MOST_TOKENS).contains(&period), "prompt.period", &period, &up_to(MOST_TOKENS))?;
         }
         let arrivals_s = self.warmup.max_arrivals_s;
         check(positive(arrivals_s), "warmup.max_arrivals_s", &arrivals_s, "a number of seconds above 0")?;
+        let rounds = self.warmup.max_rounds;
+        check(rounds <= MOST_ROUNDS, "warmup.max_rounds", &rounds, &format!("0 to {MOST_ROUNDS}"))?;
         if let Some(ramp) = self.ramp {
             check(!self.request_rate.is_flood(), "request_rate", &"inf", "finite when there is a ramp")?;
             check(!ramp.to.is_flood(), "ramp.to", &"inf", "a finite rate")?;
@@ -289,6 +309,10 @@ impl LoadSpec {
         }
         self.probe.as_ref().map_or(Ok(()), Probe::validate)
     }
+}
+
+fn up_to(most: usize) -> String {
+    format!("1 to {most}")
 }
 
 fn positive(value: f64) -> bool {
@@ -350,6 +374,12 @@ mod tests {
         assert!(wrong(|spec| spec.concurrency = Some(0)).contains("concurrency"));
         assert!(wrong(|spec| spec.lengths = Lengths::Uniform { ratio: 1.0 }).contains("ratio"));
         assert!(wrong(|spec| spec.output_len = 0).contains("output_len"));
+        assert!(wrong(|spec| spec.output_len = 1 << 40).contains("output_len = 1099511627776"));
+        assert!(wrong(|spec| spec.prompts = Count::Exact(1 << 40)).contains("prompts"));
+        assert!(wrong(|spec| spec.concurrency = Some(1 << 40)).contains("concurrency"));
+        assert!(wrong(|spec| spec.think_time_s = 1e18).contains("think_time_s"));
+        assert!(wrong(|spec| spec.prompt = PromptKind::Repeat { period: 1 << 40 }).contains("prompt.period"));
+        assert!(wrong(|spec| spec.warmup.max_rounds = 1 << 40).contains("warmup.max_rounds"));
         let ramp = Ramp { shape: RampShape::Linear, to: Rate::new(4.0).unwrap() };
         assert!(LoadSpec { ramp: Some(ramp), ..Default::default() }.validate().is_err());
     }

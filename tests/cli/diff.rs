@@ -56,6 +56,22 @@ fn run_folders_and_csv_output() {
 }
 
 #[test]
+fn too_few_repeats_come_with_their_remedy() {
+    let env = TestEnv::new();
+    env.write("e.toml", &SMALL.replace("repeats = 2", "repeats = 1"));
+    let run = |root: &str| {
+        env.run(&format!("run small --experiments e.toml --device sim:fixed --out {root}")).ok();
+        env.results(root)[0].display().to_string()
+    };
+    let diff = env.run(&format!("diff {} {}", run("before"), run("after"))).ok();
+    assert!(diff.stdout.contains("too few repeats"), "{}", diff.stdout);
+    assert!(diff.stderr.contains("hint:") && diff.stderr.contains("--repeats 5"), "{}", diff.stderr);
+    let env = TestEnv::new();
+    let (before, after) = two_runs(&env, 1, 1);
+    assert!(!env.run(&format!("diff {before} {after}")).ok().stderr.contains("--repeats"));
+}
+
+#[test]
 fn requests_tables_and_markdown() {
     let env = TestEnv::new();
     let (before, after) = two_runs(&env, 1, 2);

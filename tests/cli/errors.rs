@@ -100,6 +100,16 @@ fn a_broken_file_has_line_and_column() {
     env.write("e.toml", &SMALL.replace("input_len = 16", "input_len = \"x\""));
     env.run("run small --experiments e.toml --device sim:fixed").fails(2, "e.toml:8:", "");
     env.run("list --experiments none.toml").fails(2, "none.toml", "exists");
+    env.write("e.toml", &SMALL.replace("prompts = 8", "prompts = -8"));
+    env.run("list --experiments e.toml").fails(
+        2,
+        "e.toml:8:20: expected a number of requests, or a rule",
+        "",
+    );
+    env.write("e.toml", &SMALL.replace("metric = \"output_throughput\"", "metric = \"output_thruput\""));
+    env.run("list --experiments e.toml").fails(2, "no metric `output_thruput`", "`output_throughput`?");
+    env.write("e.toml", &SMALL.replace("repeats = 2", "repeats = 2\narms = [{ name = \"\" }]"));
+    env.run("list --experiments e.toml").fails(2, "an arm with neither `name` nor `values`", "name");
 }
 
 #[test]
@@ -129,4 +139,30 @@ fn unknown_flags_and_commands() {
 #[test]
 fn force_belongs_to_resume() {
     run_fails("--force", "--force without --resume", "");
+}
+
+/// Numbers that no memory holds, or that no run lives to see the end of.
+#[test]
+fn numbers_beyond_all_bounds() {
+    const HUGE: usize = 1 << 40;
+    run_fails(&format!("--repeats {HUGE}"), "1099511627776 repeats of", "--repeats is 10000 at most");
+    run_fails(&format!("--prompts {HUGE}"), "prompts = 1099511627776 is out of bounds", "1 to 1048576");
+    run_fails("--prompts 1000000 --set input_len=1000", "do not fit in memory", "fewer prompts");
+    run_fails("--set request_rate=1e-12", "would be due after", "raise request_rate");
+    let load = |text: &str, fact: &str| run_fails(&format!("--load {text}"), fact, "must be");
+    load(&format!("concurrency={HUGE}"), "concurrency = 1099511627776");
+    load(&format!("input_len={HUGE}"), "input_len = 1099511627776");
+    load("concurrency=2 --load think_time_s=1e18", "think_time_s = 1000000000000000000");
+    load("probe={inject_after_s=1e18}", "probe.inject_after_s");
+    load(&format!("probe={{victims={HUGE}}}"), "probe.victims = 1099511627776");
+    let env = TestEnv::new();
+    for flag in ["--input-len", "--output-len", "--prompts"] {
+        env.run(&format!("predict {flag} {HUGE}")).fails(2, "1099511627776 is out of bounds", "16777216");
+    }
+    let many = "1..9999,10000";
+    let sweep = format!("sweep --knob input_len --values {many} --knob output_len --values {many}");
+    env.run(&format!("{sweep} --device sim:fixed")).fails(2, "100000000 arms", "--zip");
+    let saturate = "saturate --slo ttft_p99=9 --device sim:fixed";
+    env.run(&format!("{saturate} --precision 1e-300")).fails(2, "--precision", "0.0001");
+    env.run(&format!("{saturate} --load probe={{}}")).fails(2, "a probe has no request rate", "sweep");
 }

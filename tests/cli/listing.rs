@@ -126,3 +126,29 @@ fn a_closed_pipe_is_no_error() {
     drop(child.stdout.take());
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
+
+/// The plan is shown, and what `run` would say of it is said here too.
+#[test]
+fn show_refuses_what_run_refuses() {
+    let env = TestEnv::new();
+    for (flags, fact) in [
+        ("--set max_model_len=1000000000", "has positions up to"),
+        ("--set kv_blocks=1000000000", "the caches need"),
+        ("--set prefix_len=1000", "prefix_len = 1000 is longer"),
+        ("--set input_len=4000", "longest request has 4128 tokens"),
+        ("--set cuda_kernels=portable", "cuda_kernels = portable"),
+    ] {
+        let command = |name: &str| env.run(&format!("{name} part3-batching-cliff --device sim:h100 {flags}"));
+        let (show, run) = (command("show"), command("run"));
+        assert_eq!((show.code, run.code), (2, 2), "{flags}: {}", show.stderr);
+        assert!(run.stderr.contains(fact) && show.stderr == run.stderr, "{flags}: {}", show.stderr);
+        assert!(show.stdout.contains("max_num_seqs=256"), "{}", show.stdout);
+    }
+}
+
+/// A plan for a GPU may be looked at where there is none.
+#[test]
+fn show_of_a_device_that_is_not_here() {
+    let show = TestEnv::new().run("show part3-batching-cliff --device cuda:7").ok();
+    assert!(show.stderr.contains("the device is not here"), "{}", show.stderr);
+}

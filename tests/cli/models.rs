@@ -154,3 +154,32 @@ fn quantising_with_awq_needs_text_and_says_what_it_gained() {
     assert!(done.stderr.contains("by AWQ: scales for"), "{}", done.stderr);
     env.run("model inspect out").ok();
 }
+
+/// What `model synth` wrote stays synthetic: in a run's rows, of a quantised copy, and when it is looked at.
+#[test]
+fn a_folder_of_synthetic_weights_is_known_by_its_mark() {
+    let env = TestEnv::new();
+    let folder = env.path().join("synth");
+    std::fs::create_dir(&folder).unwrap();
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(std::path::Path::new(&fixture("hybrid-tiny")).join(file), folder.join(file)).unwrap();
+    }
+    let mut config: serde_json::Value =
+        serde_json::from_str(&crate::env::read(&folder, "config.json")).unwrap();
+    config["inferwall"] = serde_json::json!({ "weights": "synthetic", "seed": 3 });
+    env.write("synth/config.json", &config.to_string());
+    env.run("model quantize synth --format awq --group 32 --out four").ok();
+    env.write("text", &"Rivers run down to the sea. ".repeat(8));
+    for model in ["synth", "./four"] {
+        let seen = env.run(&format!("model inspect {model} --format json")).ok().json();
+        assert_eq!(seen["weights"], "synthetic", "{model}");
+        let evaluated =
+            env.run(&format!("model eval --model {model} --text text --device cpu --format json"));
+        assert_eq!(evaluated.ok().json()["weights"], "synthetic", "{model}");
+        let sweep = "sweep --knob max_num_seqs --values 2 --device sim:fixed --prompts 2 --set max_model_len=64 \
+                     --set input_len=8 --set output_len=4 --format json";
+        assert_eq!(env.run(&format!("{sweep} --model {model}")).ok().json()[0]["weights"], "synthetic");
+    }
+    let real = env.run(&format!("model inspect {} --format json", fixture("hybrid-tiny"))).ok().json();
+    assert_eq!(real["weights"], "real");
+}

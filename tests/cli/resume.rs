@@ -90,6 +90,54 @@ fn no_results_folder() {
     env.run("run --resume nowhere").fails(2, "nowhere", "run.json");
 }
 
+/// A run that is complete stays what it is: nothing is measured again, and nothing that was is lost.
+#[test]
+fn a_complete_run_may_be_resumed() {
+    let env = small();
+    env.run("run small --experiments e.toml --device sim:h100").ok();
+    let folder = env.only_result();
+    let figures = || {
+        let record: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+        [record["ceilings"].clone(), record["models"].clone(), record["claims"].clone()]
+    };
+    let (before, rows) = (figures(), read(&folder, "summary.csv"));
+    assert!(before[0]["read_bytes_per_s"].as_f64().unwrap() > 0.0);
+    env.run(&format!("run --resume {}", folder.display())).ok();
+    assert_eq!((figures(), read(&folder, "summary.csv")), (before, rows));
+    let record = read(&folder, "run.json").replace("\"arms\": [", "\"arms\": [], \"were\": [");
+    std::fs::write(folder.join("run.json"), record).unwrap();
+    for command in ["report", "explain", "run --resume"] {
+        env.run(&format!("{command} {}", folder.display())).fails(2, "no arms", "damaged");
+    }
+}
+
+/// A key that an earlier version knew is ignored, with a word; one that none did names the version that wrote it.
+#[test]
+fn records_of_other_versions() {
+    let env = small();
+    let run = "run small --experiments e.toml --device sim:fixed --set max_model_len=8192";
+    env.run_args(&[run.split(' ').collect(), vec!["--load", "probe={injectors=1}"]].concat()).ok();
+    let folder = env.only_result();
+    let record = read(&folder, "run.json");
+    let with = |key: &str| {
+        let text = record.replace("\"inject_after_s\"", &format!("\"{key}\": 0.25,\n\"inject_after_s\""));
+        let text = text.replace("\"build\": \"", "\"build\": \"0.0.9-of-");
+        assert_ne!(text, record);
+        std::fs::write(folder.join("run.json"), text).unwrap();
+    };
+    let (shown, table) = (folder.display().to_string(), folder.join("summary.csv").display().to_string());
+    with("victim_stagger_s");
+    for command in [format!("explain {shown}"), format!("report {shown}"), format!("diff {shown} {table}")] {
+        env.run(&command).ok();
+    }
+    let explained = env.run(&format!("explain {shown}")).ok().stderr;
+    assert!(explained.contains("victim_stagger_s = 0.25 is no more, and ignored"), "{explained}");
+    // It may be read, and yet not continued.
+    env.run(&format!("run --resume {shown}")).fails(2, "build: 0.0.9-of-", "--force");
+    with("victim_hum");
+    env.run(&format!("explain {shown}")).fails(2, "victim_hum", "version 0.0.9-of-");
+}
+
 /// Waits until `done`, at most 20 s.
 #[cfg(unix)]
 fn wait_for(mut done: impl FnMut() -> bool) {

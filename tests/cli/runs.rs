@@ -304,3 +304,28 @@ fn a_run_on_one_simulated_rig_is_explained_by_another() {
     let folder = env.only_result();
     env.run(&format!("explain {} --sim sim:series", folder.display())).ok();
 }
+
+/// The decode step that the series published is of greedy streams of their own, in `run` as in `reproduce`.
+#[test]
+fn part_1_judges_the_step_by_the_load_it_was_published_for() {
+    let env = TestEnv::new();
+    env.run("run part1-hit-the-wall --device sim:series --check").ok();
+    let record: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    let fitted = |words: &str| {
+        let claims = record["claims"].as_array().unwrap();
+        let claim = claims.iter().find(|claim| claim["text"].as_str().unwrap().contains(words)).unwrap();
+        assert_eq!(claim["outcome"], "holds", "{claim}");
+        claim["measured"].as_f64().unwrap()
+    };
+    let reproduced = env.run("reproduce 1 --no-mechanisms --format json").ok().json();
+    let figures = &reproduced["parts"][0]["figures"]["decode batch"];
+    for (words, figure) in [("ms shared", "fit_fixed_ms"), ("for each sequence", "fit_per_sequence_ms")] {
+        let ratio = fitted(words) / figures[figure].as_f64().unwrap();
+        assert!((ratio - 1.0).abs() < 0.04, "{figure}: {ratio}");
+    }
+    // Without its arms there is nothing to judge.
+    env.run("run part1-hit-the-wall --device sim:series --arms request_rate=1 --check --out o").ok();
+    let record: serde_json::Value = serde_json::from_str(&read(&env.results("o")[0], "run.json")).unwrap();
+    let reasons = record["claims"].as_array().unwrap().iter().map(|claim| claim["reason"].as_str().unwrap());
+    assert_eq!(reasons.filter(|reason| *reason == "arm decode-* was not run").count(), 2);
+}

@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::super::flags::Format;
 use super::super::{output, session};
 use crate::engine::config::EngineConfig;
+use crate::experiment::prepare::weights_word;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -40,6 +41,8 @@ pub struct EvalFlags {
 struct Evaluation {
     model: String,
     hash: String,
+    /// `real` or `synthetic`.
+    weights: &'static str,
     device: String,
     text: String,
     window: usize,
@@ -61,8 +64,9 @@ pub fn run(flags: &EvalFlags) -> Result<()> {
         return output::data(&format!("{text}\n"));
     }
     output::data(&format!(
-        "perplexity {:.4}\n{} tokens in {} windows of {}, {:.2} nats, {:.4} bits per byte\n",
+        "perplexity {:.4}{}\n{} tokens in {} windows of {}, {:.2} nats, {:.4} bits per byte\n",
         evaluation.perplexity,
+        if evaluation.weights == "synthetic" { " (weights: synthetic)" } else { "" },
         evaluation.tokens,
         evaluation.windows,
         evaluation.window,
@@ -108,6 +112,7 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
     Ok(Evaluation {
         model: layout.spec.name.clone(),
         hash: layout.hash.clone(),
+        weights: weights_word(layout.synthetic),
         device: flags.model.device.clone(),
         text: flags.text.display().to_string(),
         window: flags.window,

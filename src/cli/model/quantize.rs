@@ -11,6 +11,7 @@ use crate::engine::model::OpenedModel;
 use crate::engine::model::quantize::inputs::Inputs;
 use crate::engine::model::quantize::{self, Calibrate, FileFormat, Options, Progress, Written};
 use crate::engine::tokenizer::Tokenizer;
+use crate::experiment::interrupt;
 use crate::experiment::runner::Progress as _;
 use crate::{Error, Result};
 
@@ -106,6 +107,9 @@ pub fn run(flags: &QuantizeFlags) -> Result<()> {
     let mut calibrate =
         |progress: Progress<'_>| inputs(&opened, tokens.as_deref().unwrap_or_default(), progress);
     let calibrate = text.is_some().then_some(&mut calibrate as Calibrate<'_>);
+    if !flags.out.exists() {
+        interrupt::set_hint(format!("if {} is there, it is not finished: remove it", flags.out.display()));
+    }
     let written = quantize::run(&folder, &name, &options, calibrate, &flags.out, &mut progress);
     bar.end();
     output::note(&describe(&written?));

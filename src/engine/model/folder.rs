@@ -11,6 +11,7 @@ use super::convention;
 use super::json::{self, Object};
 use super::layout::ModelLayout;
 use super::open::{GenerationDefaults, OpenedModel};
+use super::save;
 use super::spec::ModelSpec;
 use super::vocabulary;
 use crate::{Error, Result};
@@ -70,7 +71,7 @@ pub fn load(folder: &Path, name: &str) -> Result<Loaded> {
         linears: checkpoint.formats(&spec),
         embedding: checkpoint.embedding_format(),
         spec,
-        synthetic: false,
+        synthetic: save::is_synthetic(&root),
         hash,
     };
     Ok(Loaded { checkpoint, layout, generation, tokenizer })

@@ -13,6 +13,7 @@ mod folder;
 pub mod hub;
 mod json;
 pub mod layout;
+mod new_folder;
 mod open;
 mod packed;
 pub mod presets;

@@ -11,11 +11,21 @@ use serde_json::{Value, json};
 
 use super::checkpoint::vectors;
 use super::layout::{ModelLayout, WeightFormat};
+use super::new_folder::NewFolder;
 use super::safetensors_file::{Dtype, header_bytes};
 use super::spec::{Family, Linear, Mixer, ModelSpec, Role, RopeScaling};
 use super::synthetic::{self, SyntheticWeights};
 use super::weights::{MatrixData, Weights};
 use crate::{Error, Result};
+
+/// The key of config.json that says where random weights came from: `{"weights": "synthetic", "seed": 0}`. Readers of the
+/// published layout pass over keys they don't know; quantised copies keep it.
+const MARK: &str = "inferwall";
+
+/// Whether a config.json is one of random weights that this program wrote.
+pub fn is_synthetic(config: &serde_json::Map<String, Value>) -> bool {
+    config.get(MARK).and_then(|mark| mark.get("weights")).and_then(Value::as_str) == Some("synthetic")
+}
 
 /// Elements written at a time.
 const CHUNK: usize = 1 << 20;
@@ -25,25 +35,24 @@ const CHUNK: usize = 1 << 20;
 /// # Errors
 /// The folder exists and is not empty, or cannot be written.
 pub fn synthetic(layout: &ModelLayout, seed: u64, out: &Path) -> Result<u64> {
-    if out.exists() && std::fs::read_dir(out).map_err(|error| Error::read(out, &error))?.next().is_some() {
-        return Err(Error::invalid(
-            format!("{} is not empty", out.display()),
-            "choose a new folder with --out",
-        ));
-    }
-    std::fs::create_dir_all(out).map_err(|error| Error::write(out, &error))?;
+    let mut folder = NewFolder::create(out)?;
     let weights = SyntheticWeights::new(layout.clone(), seed);
     let tensors = tensors(layout, &weights)?;
-    let config = serde_json::to_string_pretty(&config(layout)).map_err(|error| {
+    let mut config = config(layout);
+    config[MARK] = json!({ "weights": "synthetic", "seed": seed });
+    let config = serde_json::to_string_pretty(&config).map_err(|error| {
         Error::failed(
             format!("cannot write config.json: {error}"),
             "this is a fault of the program: please report it",
         )
     })?;
-    let path = out.join("config.json");
+    let path = folder.file("model.safetensors");
+    let bytes = write_file(&path, &tensors, &weights).map_err(|error| Error::write(&path, &error))?;
+    // Last, so that a folder with a config.json is whole.
+    let path = folder.file("config.json");
     std::fs::write(&path, config + "\n").map_err(|error| Error::write(&path, &error))?;
-    let path = out.join("model.safetensors");
-    write_file(&path, &tensors, &weights).map_err(|error| Error::write(&path, &error))
+    folder.keep();
+    Ok(bytes)
 }
 
 struct Tensor {
@@ -298,7 +307,7 @@ mod tests {
             let opened =
                 open(&ModelRef::Folder(folder.path().to_path_buf()), &OpenOptions::default()).unwrap();
             assert_eq!(opened.layout.linears, layout.linears, "{preset}");
-            assert!(bytes > 0 && !opened.layout.synthetic);
+            assert!(bytes > 0 && opened.layout.synthetic, "marked as what it is");
             let mut spec = opened.layout.spec.clone();
             spec.name.clone_from(&layout.spec.name);
             assert_eq!(spec, layout.spec, "{preset}");

@@ -194,22 +194,61 @@ impl<T> Shared<T> {
     }
 }
 
-/// (total, free) bytes of memory, the limit of a container included where it can be read.
-pub fn memory_bytes() -> (u64, u64) {
-    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+/// Memory of the machine, or of the container where that can be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    pub total: u64,
+    pub free: u64,
+    /// What was not there to read, and what the figures are instead.
+    pub lack: Option<&'static str>,
+}
+
+pub fn memory() -> Memory {
+    memory_by(&|path| std::fs::read_to_string(path).ok(), kernel_memory())
+}
+
+fn memory_by(read: &dyn Fn(&str) -> Option<String>, kernel: Option<(u64, u64)>) -> Memory {
+    let info = read("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| -> Option<u64> {
         let line = info.lines().find(|line| line.starts_with(name))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
     };
-    let mut total = field("MemTotal:").unwrap_or(8 << 30);
-    let mut free = field("MemAvailable:").unwrap_or(total / 2);
-    let read = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    if let Some(limit) = read("/sys/fs/cgroup/memory.max") {
-        let used = read("/sys/fs/cgroup/memory.current").unwrap_or(0);
-        total = total.min(limit);
-        free = free.min(limit.saturating_sub(used));
+    let mut memory = match (field("MemTotal:"), field("MemAvailable:"), kernel) {
+        (Some(total), Some(free), _) => Memory { total, free, lack: None },
+        (_, _, Some((total, free))) => Memory {
+            total,
+            free,
+            lack: Some("by sysinfo(), cached files as used: /proc/meminfo cannot be read"),
+        },
+        (total, ..) => {
+            let total = total.unwrap_or(8 << 30);
+            let lack = "as 8 GiB, half of it free: neither /proc/meminfo nor sysinfo() can be read";
+            Memory { total, free: total / 2, lack: Some(lack) }
+        }
+    };
+    let number = |path: &str| read(path)?.trim().parse::<u64>().ok();
+    if let Some(limit) = number("/sys/fs/cgroup/memory.max") {
+        let used = number("/sys/fs/cgroup/memory.current").unwrap_or(0);
+        memory.total = memory.total.min(limit);
+        memory.free = memory.free.min(limit.saturating_sub(used));
     }
-    (total, free)
+    memory
+}
+
+/// (total, free) bytes as the kernel says without any file system.
+#[cfg(target_os = "linux")]
+fn kernel_memory() -> Option<(u64, u64)> {
+    // SAFETY: all zeroes are a value of this struct of integers.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is to a whole struct, which the call fills.
+    let done = unsafe { libc::sysinfo(&raw mut info) } == 0;
+    let unit = u64::from(info.mem_unit);
+    done.then(|| (info.totalram * unit, (info.freeram + info.bufferram) * unit))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn kernel_memory() -> Option<(u64, u64)> {
+    None
 }
 
 #[cfg(test)]
@@ -236,7 +275,24 @@ mod tests {
 
     #[test]
     fn free_memory_is_at_most_the_total() {
-        let (total, free) = memory_bytes();
+        let Memory { total, free, .. } = memory();
         assert!(0 < free && free <= total);
+    }
+
+    #[test]
+    fn without_proc_or_sys_memory_is_what_the_kernel_says_and_the_lack_is_told() {
+        const GIB: u64 = 1 << 30;
+        let proc = |path: &str| {
+            (path == "/proc/meminfo").then(|| "MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n".to_string())
+        };
+        let found = memory_by(&proc, Some((GIB, GIB)));
+        assert_eq!(found, Memory { total: 4 * GIB, free: 2 * GIB, lack: None });
+        let found = memory_by(&|_| None, Some((3 * GIB, GIB)));
+        assert_eq!((found.total, found.free), (3 * GIB, GIB));
+        assert!(found.lack.unwrap().contains("/proc/meminfo"));
+        let found = memory_by(&|_| None, None);
+        assert!(found.free == 4 * GIB && found.lack.unwrap().contains("8 GiB"));
+        let limited = |path: &str| path.ends_with("memory.max").then(|| GIB.to_string());
+        assert_eq!(memory_by(&limited, Some((3 * GIB, 2 * GIB))).free, GIB);
     }
 }

@@ -43,6 +43,9 @@ use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::weights::WeightSource;
 use crate::{Error, Result};
 
+/// The fact of [`DeviceInfo`] that is there where memory could not be read as usual.
+pub const MEMORY_LACK: &str = "memory is counted";
+
 pub struct CpuDevice {
     info: DeviceInfo,
     pool: Arc<Mutex<Pool>>,
@@ -67,11 +70,12 @@ impl CpuDevice {
         }
         let isa = Isa::detect();
         let name = cpu_name();
-        let info = DeviceInfo {
+        let memory = memory::memory();
+        let mut info = DeviceInfo {
             kind: DeviceKind::Cpu,
             id: "cpu".to_string(),
             name: name.clone(),
-            memory_bytes: memory::memory_bytes().0,
+            memory_bytes: memory.total,
             facts: vec![
                 ("cpu".to_string(), name),
                 ("cores".to_string(), cores.to_string()),
@@ -81,6 +85,9 @@ impl CpuDevice {
                 ("huge pages".to_string(), huge_pages()),
             ],
         };
+        if let Some(lack) = memory.lack {
+            info.facts.push((MEMORY_LACK.to_string(), lack.to_string()));
+        }
         let pool = Arc::new(Mutex::new(Pool::new(threads)));
         Ok(Self { info, pool, threads, math: CpuMath::F32, ceilings: None, streamed_bytes: usize::MAX })
     }
@@ -121,7 +128,7 @@ impl Device for CpuDevice {
     }
 
     fn free_bytes(&self) -> u64 {
-        memory::memory_bytes().1
+        memory::memory().free
     }
 
     fn ceilings(&mut self) -> Result<Ceilings> {

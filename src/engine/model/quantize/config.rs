@@ -8,15 +8,16 @@ use serde_json::{Value, json};
 
 use super::super::checkpoint::{Checkpoint, canonical};
 use super::super::json;
+use super::super::new_folder::NewFolder;
 use super::super::spec::{Linear, Role};
 use super::grid::Grid;
 use super::{FileFormat, Options};
 use crate::{Error, Result};
 
-/// Writes `config.json`: the source's, with `quantization_config`.
+/// Writes the file `to`: the source's config.json, with `quantization_config`.
 pub fn write(
     source: &Path,
-    out: &Path,
+    to: &Path,
     options: &Options,
     checkpoint: &Checkpoint,
     chosen: &HashMap<Linear, Grid>,
@@ -30,8 +31,7 @@ pub fn write(
             "this is a fault of the program: please report it",
         )
     })?;
-    let path = out.join("config.json");
-    std::fs::write(&path, text + "\n").map_err(|error| Error::write(&path, &error))
+    std::fs::write(to, text + "\n").map_err(|error| Error::write(to, &error))
 }
 
 /// Modules of the layers that stay in 16 bits, by their full names in the files.
@@ -79,11 +79,11 @@ fn quantization(options: &Options, kept: &[String]) -> Value {
 }
 
 /// Copies the small files that go with any version of the weights: tokenizer, chat template, generation, licence.
-pub fn copy_companions(source: &Path, out: &Path) -> Result<()> {
+pub fn copy_companions(source: &Path, out: &mut NewFolder) -> Result<()> {
     for entry in std::fs::read_dir(source).map_err(|error| Error::read(source, &error))?.flatten() {
         let (from, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         if from.is_file() && is_companion(&name) {
-            let to = out.join(&name);
+            let to = out.file(&name);
             std::fs::copy(&from, &to).map_err(|error| Error::write(&to, &error))?;
         }
     }

@@ -16,7 +16,8 @@ use self::awq::Folds;
 pub use self::awq::Gain;
 use self::inputs::Inputs;
 use super::folder::{self, Loaded};
-use crate::{Error, Result};
+use super::new_folder::NewFolder;
+use crate::Result;
 
 /// The format of the files to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,12 +65,7 @@ pub fn run(
     out: &Path,
     progress: Progress<'_>,
 ) -> Result<Written> {
-    if out.exists() && std::fs::read_dir(out).map_err(|error| Error::read(out, &error))?.next().is_some() {
-        return Err(Error::invalid(
-            format!("{} is not empty", out.display()),
-            "choose a new folder with --out",
-        ));
-    }
+    NewFolder::check(out)?;
     let Loaded { checkpoint, layout, .. } = folder::load(source, name)?;
     let spec = &layout.spec;
     let grids = selection::select(&checkpoint, spec, options.format, options.group, &options.skip)?;
@@ -83,15 +79,16 @@ pub fn run(
         }
         None => (Folds::default(), None),
     };
-    std::fs::create_dir_all(out).map_err(|error| Error::write(out, &error))?;
+    let mut folder = NewFolder::create(out)?;
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let work = write::Work { checkpoint: &checkpoint, spec, grids: &grids, folds: &folds, threads };
-    let bytes = work.write(&out.join("model.safetensors"), &mut |done, total| {
+    let bytes = work.write(&folder.file("model.safetensors"), &mut |done, total| {
         progress("writing bytes", done, total);
     })?;
-    config::copy_companions(source, out)?;
+    config::copy_companions(source, &mut folder)?;
     // Last, so that a folder with a config.json is whole.
-    config::write(source, out, options, &checkpoint, &grids)?;
+    config::write(source, &folder.file("config.json"), options, &checkpoint, &grids)?;
+    folder.keep();
     Ok(Written { modules: grids.len(), bytes, gain })
 }
 
@@ -229,10 +226,13 @@ mod tests {
                     let out = tempfile::tempdir().unwrap();
                     let work =
                         write::Work { checkpoint: &checkpoint, spec, grids: &grids, folds, threads: 1 };
-                    work.write(&out.path().join("model.safetensors"), &mut |_, _| {}).unwrap();
-                    config::copy_companions(&source, out.path()).unwrap();
+                    let mut folder = NewFolder::create(out.path()).unwrap();
+                    work.write(&folder.file("model.safetensors"), &mut |_, _| {}).unwrap();
+                    config::copy_companions(&source, &mut folder).unwrap();
                     let options = Options { format, group: 32, skip: Vec::new() };
-                    config::write(&source, out.path(), &options, &checkpoint, &grids).unwrap();
+                    let to = folder.file("config.json");
+                    config::write(&source, &to, &options, &checkpoint, &grids).unwrap();
+                    folder.keep();
                     let written = folder::load(out.path(), "written").unwrap().checkpoint;
                     let modules = grids.keys().map(|linear| (*linear, effective(&written, linear, folds)));
                     modules.collect::<HashMap<Linear, Vec<f32>>>()
