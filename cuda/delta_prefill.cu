@@ -23,6 +23,7 @@
 #include "delta_prefill.cuh"
 
 #define LOG2_E 1.4426950408889634f
+#define AHEAD 8  // rows of inputs that a lane of the convolution has in flight
 #define PITCH 68 // floats in a row of a 64 x 64 fp32 tile: 16-byte aligned, rows shifted by four banks
 
 // ---- convolution, SiLU, L2 norms, gates ----
@@ -56,26 +57,13 @@ DEVICE void make_gates(const f16 *mixed, float a_log, float dt_bias, float *g_ou
     g_out[32 + lane] = g[1] + __shfl_sync(0xffffffffu, g[0], 31);
 }
 
-// Grid (heads of q, k, v / 2 rounded up + value_heads / 4 rounded up, chunks), 128 threads. In the first blocks a warp takes 16 tokens
-// of two heads, eight channels a lane, and slides over them; in the others it makes the gates of a value head.
-KERNEL __launch_bounds__(128, 4) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
-                                            const f16 *window, f16 *conv, float *g_out, float *beta_out, const Piece *pieces,
-                                            const int2 *chunks, const Shape shape) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    int2 chunk = chunks[blockIdx.y];
-    Piece piece = pieces[chunk.x];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channels = channel_count(shape), heads = channels / HEAD;
-    int gate_head = ((int)blockIdx.x - (heads + 1) / 2) * 4 + warp;
-    if (gate_head >= 0) {
-        if (gate_head >= shape.value_heads) return;
-        u64 at = ((u64)blockIdx.y * shape.value_heads + gate_head) * CHUNK;
-        return make_gates(mixed, a_log[gate_head], dt_bias[gate_head], g_out + at, beta_out + at, piece, chunk.y, gate_head, shape);
-    }
-    int head = blockIdx.x * 2 + lane / 16, first = chunk.y + warp * 16, last = min(first + 16, piece.count);
-    bool exists = head < heads; // the last block of an odd number has half its lanes idle
-    int channel = (exists ? head : 0) * HEAD + lane % 16 * 8;
-    f16 *tile = conv + ((u64)blockIdx.y * heads + head) * TILE;
+// Convolution, SiLU and, if Normed, L2 norm times `scale` of 16 tokens of a head: half a warp, eight channels a lane. Nothing
+// branches on where the piece ends (past it the last token is taken again and zeros are stored): so the history moves by names of
+// registers and not by instructions.
+template <bool Normed>
+DEVICE void convolve(const f16 *mixed, const float *taps, const f16 *window, f16 *tile, const Piece &piece, int first, int row, int channel,
+                     float scale, bool exists, const Shape &shape) {
+    int lane = threadIdx.x % 32, channels = channel_count(shape), end = piece.count - 1;
     float tap[4][8], history[3][8];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -83,46 +71,74 @@ KERNEL __launch_bounds__(128, 4) delta_prepare(const f16 *mixed, const float *ta
         tap[j][0] = low.x, tap[j][1] = low.y, tap[j][2] = low.z, tap[j][3] = low.w;
         tap[j][4] = high.x, tap[j][5] = high.y, tap[j][6] = high.z, tap[j][7] = high.w;
     }
+    const char *from = (const char *)(mixed + (u64)piece.start * shape.pitch + channel);
+    u32 pitch = shape.pitch * 2; // bytes
+    auto input = [&](int at) { return *(const uint4 *)(from + (u64)(u32)min(at, end) * pitch); };
+    uint4 inputs[AHEAD], before[3]; // AHEAD always in flight
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) inputs[i] = input(first + i);
 #pragma unroll
     for (int j = 0; j < 3; j++) {
         int at = first - 3 + j; // in the piece; before its start the window has it
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (at >= 0 && at < piece.count)
-            raw = *(const uint4 *)(mixed + (u64)(piece.start + at) * shape.pitch + channel);
-        else if (at < 0 && piece.context + at >= 0)
-            raw = *(const uint4 *)(window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels + channel);
-        unpack_half8(raw, history[j]);
+        before[j] = make_uint4(0, 0, 0, 0);
+        if (at >= 0)
+            before[j] = input(at);
+        else if (piece.context + at >= 0)
+            before[j] = *(const uint4 *)(window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels + channel);
     }
-    bool query = head < shape.key_heads, normed = head < 2 * shape.key_heads;
 #pragma unroll
-    for (int begin = 0; begin < 16; begin += 8) {
-        uint4 inputs[8]; // all in flight before the first is used
+    for (int j = 0; j < 3; j++) unpack_half8(before[j], history[j]);
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (first + begin + i < last) inputs[i] = *(const uint4 *)(mixed + (u64)(piece.start + first + begin + i) * shape.pitch + channel);
+    for (int i = 0; i < 16; i++) {
+        float u[8], c[8];
+        unpack_half8(inputs[i % AHEAD], u);
+        if (i + AHEAD < 16) inputs[i % AHEAD] = input(first + i + AHEAD);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int row = warp * 16 + begin + i;
-            uint4 packed = make_uint4(0, 0, 0, 0); // past the end
-            if (first + begin + i < last) {
-                float u[8], c[8], squares = 0.0f;
-                unpack_half8(inputs[i], u);
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    c[e] = silu_short(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
-                    history[0][e] = history[1][e], history[1][e] = history[2][e], history[2][e] = u[e];
-                    squares += c[e] * c[e];
-                }
-#pragma unroll
-                for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-                float scale = normed ? rsqrtf(squares + 1e-6f) : 1.0f;
-                if (query) scale *= 0.08838834764831845f; // 1 / sqrt(128)
-#pragma unroll
-                for (int e = 0; e < 8; e++) c[e] *= scale;
-                packed = pack_half8(c);
-            }
-            if (exists) *(uint4 *)(tile + tile_unit(0, row, lane % 16) / 2) = packed;
+        for (int e = 0; e < 8; e++) {
+            c[e] = silu_short(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
+            history[0][e] = history[1][e], history[1][e] = history[2][e], history[2][e] = u[e];
         }
+        if (Normed) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int e = 0; e < 8; e++) squares += c[e] * c[e];
+#pragma unroll
+            for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+            float by = rsqrtf(squares + 1e-6f) * scale;
+#pragma unroll
+            for (int e = 0; e < 8; e++) c[e] *= by;
+        }
+        uint4 packed = pack_half8(c);
+        if (first + i > end) packed = make_uint4(0, 0, 0, 0);
+        if (exists) *(uint4 *)(tile + tile_unit(0, row + i, lane % 16) / 2) = packed;
+    }
+}
+
+// Grid (heads of q, k, v / 2 rounded up + value_heads / 4 rounded up, chunks), 128 threads. In the first blocks a warp takes 16 tokens
+// of two heads, eight channels a lane, and slides over them; in the others it makes the gates of a value head.
+KERNEL __launch_bounds__(128, 4) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
+                                               const f16 *window, f16 *conv, float *g_out, float *beta_out, const Piece *pieces,
+                                               const int2 *chunks, const Shape shape) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    int2 chunk = chunks[blockIdx.y];
+    Piece piece = pieces[chunk.x];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = channel_count(shape) / HEAD;
+    int gate_head = ((int)blockIdx.x - (heads + 1) / 2) * 4 + warp;
+    if (gate_head >= 0) {
+        if (gate_head >= shape.value_heads) return;
+        u64 at = ((u64)blockIdx.y * shape.value_heads + gate_head) * CHUNK;
+        return make_gates(mixed, a_log[gate_head], dt_bias[gate_head], g_out + at, beta_out + at, piece, chunk.y, gate_head, shape);
+    }
+    int head = blockIdx.x * 2 + lane / 16, first = chunk.y + warp * 16;
+    bool exists = head < heads; // the last block of an odd number has half its lanes idle
+    int channel = (exists ? head : 0) * HEAD + lane % 16 * 8;
+    f16 *tile = conv + ((u64)blockIdx.y * heads + head) * TILE;
+    if (blockIdx.x < shape.key_heads) { // both heads are of q or k
+        float scale = head < shape.key_heads ? 0.08838834764831845f : 1.0f; // 1 / sqrt(128)
+        convolve<true>(mixed, taps, window, tile, piece, first, warp * 16, channel, scale, exists, shape);
+    } else {
+        convolve<false>(mixed, taps, window, tile, piece, first, warp * 16, channel, 1.0f, exists, shape);
     }
 }
 
@@ -208,13 +224,14 @@ template <int Bytes> DEVICE void write_out(f16 *to, u32 from) {
 // Grid (value_heads, chunks), 128 threads. K K^T and Q K^T are made again for each value head of a key head: blocks that each
 // hold one tile beat fewer that keep both products in registers. Where rows further down have more to do, a warp takes the w-th block
 // of 16 of one product and the w-th from the end of the other. A and T take the place of K and Q.
-KERNEL __launch_bounds__(128, 4) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *t_out, f16 *p_out,
+KERNEL __launch_bounds__(128, 5) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *t_out, f16 *p_out,
                                               float *decays_out, const Shape shape) {
     extern __shared__ __align__(128) unsigned char shared[];
     float *a_tile = (float *)shared, *t_tile = a_tile + CHUNK * PITCH;
     float *beta = t_tile + CHUNK * PITCH, *g_sum = beta + CHUNK; // g_sum in powers of two
     u32 k_tile = shared_address(shared), q_tile = k_tile + TILE * 2, p_tile = shared_address(t_tile);
-    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    int thread = threadIdx.x, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    int warp = __shfl_sync(0xffffffffu, thread / 32, 0); // known to be the same for all lanes, so branches on it are cheap
     wait_for_previous_kernel();
     let_next_kernel_start();
     int channels = channel_count(shape), head = blockIdx.x, key_head = head / (shape.value_heads / shape.key_heads);
@@ -239,16 +256,18 @@ KERNEL __launch_bounds__(128, 4) delta_chunks(const f16 *conv, const float *g_in
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) kk[i][j] = qk[i][j] = 0.0f;
+    u32 k_at = tile_unit(k_tile, k_block * 16 + lane % 16, lane / 16), q_at = tile_unit(q_tile, q_block * 16 + lane % 16, lane / 16);
+    u32 b_at = tile_unit(k_tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < HEAD / 16; step++) {
-        u32 from_k[4], from_q[4];
-        load_matrix_x4(from_k, tile_unit(k_tile, k_block * 16 + lane % 16, step * 2 + lane / 16));
-        load_matrix_x4(from_q, tile_unit(q_tile, q_block * 16 + lane % 16, step * 2 + lane / 16));
+        u32 from_k[4], from_q[4], panel = step / 4 * PANEL, swap = step % 4 * 32; // units of 128-byte rows trade places
+        load_matrix_x4(from_k, (k_at ^ swap) + panel);
+        load_matrix_x4(from_q, (q_at ^ swap) + panel);
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             if (block > k_block && block > q_block) continue;
             u32 b[4];
-            load_matrix_x4(b, tile_unit(k_tile, block * 16 + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+            load_matrix_x4(b, (b_at ^ swap) + panel + block * 16 * 128);
             if (block <= k_block) {
                 mma_16x8x16(kk[block * 2], from_k, b[0], b[1]);
                 mma_16x8x16(kk[block * 2 + 1], from_k, b[2], b[3]);

@@ -39,11 +39,12 @@ DEVICE u32 matrix_address(u32 tile, int n, int warp) {
     return tile_unit(tile, (n + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 }
 
-// d (+)= a B^T for 16 Steps of the summed dimension, B 64 rows in panels.
-template <int Steps> DEVICE void queue_rows(float (&d)[32], const u32 (&a)[Steps][4], u32 b, bool accumulate) {
+// d (+)= a B^T for 16 Steps of the summed dimension, B 64 rows in panels. Descriptors count in 16 bytes; made anew for every product they
+// cost a chain of five uniform instructions, longer than the product.
+template <int Steps> DEVICE void queue_rows(float (&d)[32], const u32 (&a)[Steps][4], u64 b, bool accumulate) {
 #pragma unroll
     for (int step = 0; step < Steps; step++)
-        wgmma_64x64_rows(d, a[step], descriptor_rows(b + step / 4 * PANEL + step % 4 * 32), accumulate || step > 0);
+        wgmma_64x64_rows(d, a[step], b + (step / 4 * PANEL + step % 4 * 32) / 16, accumulate || step > 0);
     wgmma_commit();
 }
 
@@ -102,14 +103,12 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *t_in
         for (int i = 0; i < 64; i++)
             s[i] = piece.context > 0 ? read_state(state, base + i / 2 % 2 * 8 * HEAD + i / 4 * 8 + i % 2, shape.state_type) : 0.0f;
 
-        // The outputs of a chunk, whose products are done, leave as a panel of the tile.
-        auto store_outputs = [&](int chunk) {
+        // Outputs of a chunk, packed as pack_operand has it, leave as a panel of the tile.
+        auto store_outputs = [&](const u32 (&packed)[4][4], int chunk) {
             u32 to = outputs + chunk % OUTPUTS * PANEL;
 #pragma unroll
             for (int n = 0; n < 8; n += 2)
-                store_matrix_x4_transposed(matrix_address(to, n, warp), pack_half2(out[n * 4], out[n * 4 + 1]),
-                                           pack_half2(out[n * 4 + 2], out[n * 4 + 3]), pack_half2(out[n * 4 + 4], out[n * 4 + 5]),
-                                           pack_half2(out[n * 4 + 6], out[n * 4 + 7]));
+                store_matrix_x4_transposed(matrix_address(to, n, warp), packed[n / 2][0], packed[n / 2][1], packed[n / 2][2], packed[n / 2][3]);
             shared_write_fence();
             // Behind the barrier the panel of the chunk before last has left too, which is the next one to be written.
             if (threadIdx.x == 0) store_wait_read<1>();
@@ -119,22 +118,23 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *t_in
                 store_commit();
             }
         };
-        // P V' of a chunk waits for K S of the next one, so that the tensor cores have work while the residual is made; outputs are
-        // stored under T times the residual.
+        // P V' of a chunk waits for K S of the next one, so that the tensor cores have work while the residual is made; its outputs
+        // leave under the update of S.
         u32 inner[4][4] = {};
 #pragma unroll
         for (int i = 0; i < 32; i++) out[i] = 0.0f;
-        u32 last_p = stages + STAGE_P; // for the first chunk anything finite, since V' is zero
+        u64 last_p = descriptor_rows(stages + STAGE_P); // for the first chunk anything finite, since V' is zero
         for (int chunk = 0; chunk < chunk_count; chunk++) {
             u32 slot = chunk % STAGES, k_tile = stages + slot * STAGE_BYTES;
             const float2 *decay = (const float2 *)(shared + (decays_at + slot * DECAY_BYTES - shared_address(shared)));
             const float2 *to_end = decay + CHUNK / 2;
-            u32 operand[8][4], v[4][4], residual[4][4], scaled[4][4];
+            u64 rows = descriptor_rows(k_tile), columns = descriptor_columns(k_tile, PANEL);
+            u32 operand[8][4], v[4][4], residual[4][4], scaled[4][4], packed[4][4];
             pack_operand(operand, s);
             barrier_wait(filled + slot * 8, chunk / STAGES & 1);
             wgmma_fence();
-            queue_rows(read, operand, k_tile, false); // (K S)^T
-            queue_rows(out, inner, last_p, true);     // of the chunk before
+            queue_rows(read, operand, rows, false); // (K S)^T
+            queue_rows(out, inner, last_p, true);   // of the chunk before
 #pragma unroll
             for (int n = 0; n < 8; n += 2) load_matrix_x4_transposed(v[n / 2], matrix_address(k_tile + STAGE_V, n, warp));
             wgmma_wait<1>();
@@ -150,18 +150,16 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *t_in
                 }
             }
             wgmma_fence();
-            queue_rows(read, residual, k_tile + STAGE_T, false); // V'^T
+            queue_rows(read, residual, rows + STAGE_T / 16, false); // V'^T
+            wgmma_wait<1>();
+            hold(out);
+            pack_operand(packed, out);
+            wgmma_fence();
+            queue_rows(out, operand, rows + STAGE_Q / 16, false); // (Q S)^T
+            if (chunk > 0) barrier_arrive(free + (chunk - 1) % STAGES * 8);
             float carry = decay[CHUNK / 2 - 1].y;
 #pragma unroll
             for (int i = 0; i < 64; i++) s[i] *= carry;
-            wgmma_wait<1>();
-            hold(out);
-            if (chunk > 0) {
-                barrier_arrive(free + (chunk - 1) % STAGES * 8);
-                store_outputs(chunk - 1);
-            }
-            wgmma_fence();
-            queue_rows(out, operand, k_tile + STAGE_Q, false); // (Q S)^T
             wgmma_wait<1>();
             hold(read);
 #pragma unroll
@@ -174,9 +172,10 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *t_in
             hold(s);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < 4; step++) wgmma_64x128(s, scaled[step], descriptor_columns(k_tile + step * 2048, PANEL));
+            for (int step = 0; step < 4; step++) wgmma_64x128(s, scaled[step], columns + step * 2048 / 16);
             wgmma_commit();
             pack_operand(inner, read);
+            if (chunk > 0) store_outputs(packed, chunk - 1);
             wgmma_wait<1>();
             hold(out);
 #pragma unroll
@@ -187,13 +186,15 @@ KERNEL __launch_bounds__(THREADS, 1) delta_scan(const f16 *conv, const f16 *t_in
             }
             wgmma_wait<0>();
             hold(s);
-            last_p = k_tile + STAGE_P;
+            last_p = rows + STAGE_P / 16;
         }
         wgmma_fence();
         queue_rows(out, inner, last_p, true);
         wgmma_wait<0>();
         hold(out);
-        store_outputs(chunk_count - 1);
+        u32 packed[4][4];
+        pack_operand(packed, out);
+        store_outputs(packed, chunk_count - 1);
 #pragma unroll
         for (int i = 0; i < 64; i++)
             write_state(state, base + i / 2 % 2 * 8 * HEAD + i / 4 * 8 + i % 2, shape.state_type, s[i]);
