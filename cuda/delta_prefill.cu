@@ -9,7 +9,8 @@
 // beta = 0, g = 0, which leaves S as it is.
 //
 // Four launches: `delta_prepare` (convolution, SiLU, L2 norms, gates), `delta_chunks` (all chunks at once: T in fp32 by blocks, and P),
-// `delta_scan` (delta_scan.cu, Hopper's in delta_scan_hopper.cu; serial over chunks), `delta_finish` (gated norm, convolution window).
+// `delta_scan` (delta_scan.cu; serial over chunks), `delta_finish` (gated norm, convolution window). Hopper's scan
+// (delta_scan_hopper.cu) does what the last two do.
 // S, the residual V - diag(e^G) K S and V' enter products as fp16, sums stay fp32. o is not normalised yet and still fits fp16 if S
 // does, which a product has as fp16 anyway: |o| <= |q| |column of S| <= sqrt(1/128) sqrt(128) max |S|. What is below the normal
 // range of fp16 is far below sqrt(eps) of the norm.
@@ -18,8 +19,8 @@
 // [chunks][value_heads][64][128], of T and P [..][64][64], all fp16 and swizzled as shared memory wants them (delta_prefill.cuh);
 // G and beta [..][64] fp32, decays [..][e^G, e^(G_last - G)][64] fp32; state [slots][value_heads][128 dv][128 dk] in fp32, fp16
 // or bf16; window [slots][ring][channels] fp16, position p at p % ring.
-// Bytes a token and value head: u 256 (and its share of q, k) read and written, T and P 128 each, o 256 written and read, z and
-// y 256 each.
+// Bytes a token and value head: u 256 (and its share of q, k) read and written, T and P 128 each, o 256 written and read (not on
+// Hopper), z and y 256 each.
 #include "delta_prefill.cuh"
 
 #define LOG2_E 1.4426950408889634f
@@ -314,18 +315,6 @@ KERNEL __launch_bounds__(128, 5) delta_chunks(const f16 *conv, const float *g_in
 }
 
 // ---- gated norm and convolution window ----
-
-// Keeps the raw inputs of a piece's last three tokens; a block takes channels `first`, `first + stride`, ... The blocks of
-// every head take part.
-DEVICE void keep_window(const f16 *mixed, f16 *window, const Piece &piece, const Shape &shape, int first, int stride) {
-    int channels = channel_count(shape);
-    for (int back = 1; back <= min(3, piece.count); back++) {
-        int at = piece.count - back;
-        const f16 *from = mixed + (u64)(piece.start + at) * shape.pitch;
-        f16 *to = window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels;
-        for (int c = first; c < channels; c += stride) to[c] = from[c];
-    }
-}
 
 // Grid (value_heads, chunks), 128 threads: a warp takes 16 tokens of one head, half a warp a token. out = o / rms(o) * weight *
 // silu(z). The blocks of a piece's last chunk also keep the raw inputs of its last three tokens.

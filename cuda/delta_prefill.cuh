@@ -61,3 +61,15 @@ DEVICE void write_state(void *state, u64 at, int type, float value) {
         ((u16 *)state)[at] = bits;
     }
 }
+
+// Keeps the raw inputs of a piece's last three tokens; a block takes channels `first`, `first + stride`, ... The blocks of
+// every head take part.
+DEVICE void keep_window(const f16 *mixed, f16 *window, const Piece &piece, const Shape &shape, int first, int stride) {
+    int channels = channel_count(shape);
+    for (int back = 1; back <= min(3, piece.count); back++) {
+        int at = piece.count - back;
+        const f16 *from = mixed + (u64)(piece.start + at) * shape.pitch;
+        f16 *to = window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels;
+        for (int c = first; c < channels; c += stride) to[c] = from[c];
+    }
+}

@@ -20,10 +20,11 @@ const CHUNKS_SHARED: u32 = (2 * CHUNK * 68 * 4 + 2 * CHUNK * 4) as u32;
 const SPLIT: u32 = 4;
 const SCAN_SHARED: u32 = (HEAD * 64 + 3 * CHUNK * 64) as u32;
 const SCAN_STAGE: u32 = 2 * TILE + 2 * SQUARE + TILE / SPLIT;
-/// The same on Hopper: three stages of K, Q, T, P, half of V and the decays, three half tiles of outputs, and what aligns them.
+/// The same on Hopper, whose scan makes the outputs too: three stages of K, Q, T, P, half of V and the decays, two half tiles of
+/// outputs, and what aligns them.
 const HOPPER_SPLIT: u32 = 2;
 const HOPPER_STAGE: u32 = 2 * TILE + 2 * SQUARE + TILE / HOPPER_SPLIT;
-const HOPPER_SHARED: u32 = 3 * (HOPPER_STAGE + 2 * CHUNK as u32 * 4) + 3 * TILE / HOPPER_SPLIT + 1024;
+const HOPPER_SHARED: u32 = 3 * (HOPPER_STAGE + 2 * CHUNK as u32 * 4) + 2 * TILE / HOPPER_SPLIT + 1024;
 
 /// A prompt chunk of a step: `count` new tokens at row `start`, after `context` cached ones. As the kernels' `Piece`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,18 +109,23 @@ pub struct DeltaPrefill {
     prepare: Kernel,
     chunks: Kernel,
     scan: Kernel,
-    finish: Kernel,
-    /// The scan is that of delta_scan_hopper.cu.
-    hopper: bool,
+    /// None with the scan of delta_scan_hopper.cu.
+    finish: Option<Finish>,
     shape: DeltaShape,
-    stages: i32,
     conv: DeviceBuffer,
     t: DeviceBuffer,
     p: DeviceBuffer,
     g: DeviceBuffer,
     beta: DeviceBuffer,
     decays: DeviceBuffer,
+}
+
+/// What the scan for any GPU needs: stages of its loads, its outputs, the kernel that finishes them.
+#[derive(Debug)]
+struct Finish {
+    stages: i32,
     o: DeviceBuffer,
+    kernel: Kernel,
 }
 
 impl DeltaPrefill {
@@ -156,17 +162,23 @@ impl DeltaPrefill {
             chunks: gpu.kernel(unit, "delta_chunks")?,
             scan: gpu
                 .kernel(if hopper { &units::DELTA_SCAN_HOPPER } else { &units::DELTA_SCAN }, "delta_scan")?,
-            finish: gpu.kernel(unit, "delta_finish")?,
+            finish: if hopper {
+                None
+            } else {
+                let two_stages = gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024;
+                Some(Finish {
+                    stages: if two_stages { 2 } else { 1 },
+                    o: gpu.allocate(o)?,
+                    kernel: gpu.kernel(unit, "delta_finish")?,
+                })
+            },
             shape,
-            hopper,
-            stages: if gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024 { 2 } else { 1 },
             conv: gpu.allocate(conv)?,
             t: gpu.allocate(t)?,
             p: gpu.allocate(p)?,
             g: gpu.allocate(g)?,
             beta: gpu.allocate(beta)?,
             decays: gpu.allocate(decays)?,
-            o: gpu.allocate(o)?,
         })
     }
 
@@ -244,39 +256,47 @@ impl DeltaPrefill {
 
         let state_element = if shape.state_type == 0 { 4 } else { 2 };
         let state = 2 * state_element * work.pieces.len() as u64 * width * HEAD as u64;
-        let (threads, split, cluster, shared) = match self.hopper {
-            true => (160, HOPPER_SPLIT, HOPPER_SPLIT, HOPPER_SHARED),
-            false => (256, SPLIT, 1, SCAN_SHARED + self.stages as u32 * SCAN_STAGE),
+        let (threads, split, cluster, shared) = match &self.finish {
+            None => (384, HOPPER_SPLIT, HOPPER_SPLIT, HOPPER_SHARED),
+            Some(finish) => (256, SPLIT, 1, SCAN_SHARED + finish.stages as u32 * SCAN_STAGE),
         };
+        let read = written + 2 * rows * channels;
+        let outputs = rows * width * if self.finish.is_some() { 2 } else { 2 + 2 };
         let scan = Launch::grid([heads * split, work.pieces.len() as u32, 1], threads)
             .shared(shared)
             .cluster(cluster)
             .overlapping()
-            .cost(
-                written + state + 2 * rows * channels + 2 * rows * width,
-                tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 4 * tile_flops),
-            );
-        let args = [
+            .cost(read + state + outputs, tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 4 * tile_flops));
+        let inputs = [
             Arg::from(&self.conv),
             Arg::from(&self.t),
             Arg::from(&self.p),
             Arg::from(&self.decays),
             Arg::from(layer.state),
-            Arg::from(&self.o),
-            Arg::from(pieces),
-            shape_arg,
-            Arg::from(self.stages),
         ];
-        // Hopper's takes no `stages`.
-        let args = &args[..args.len() - usize::from(self.hopper)];
+        let Some(finish) = &self.finish else {
+            let rest = [
+                Arg::from(layer.mixed),
+                Arg::from(layer.norm_weight),
+                Arg::from(layer.window),
+                Arg::from(layer.out),
+                Arg::from(pieces),
+                shape_arg,
+            ];
+            let args: Vec<Arg> = inputs.into_iter().chain(rest).collect();
+            // SAFETY: the arguments are those of Hopper's delta_scan.
+            return unsafe { stream.launch(&self.scan, scan, &args) };
+        };
+        let rest = [Arg::from(&finish.o), Arg::from(pieces), shape_arg, Arg::from(finish.stages)];
+        let args: Vec<Arg> = inputs.into_iter().chain(rest).collect();
         // SAFETY: the arguments are those of delta_scan.
-        unsafe { stream.launch(&self.scan, scan, args) }?;
+        unsafe { stream.launch(&self.scan, scan, &args) }?;
 
         let launch = Launch::grid([heads, chunk_count, 1], 128)
             .overlapping()
             .cost(rows * width * (2 + 2 + 2), 8 * rows * width);
         let args = [
-            Arg::from(&self.o),
+            Arg::from(&finish.o),
             Arg::from(layer.mixed),
             Arg::from(layer.norm_weight),
             Arg::from(layer.window),
@@ -286,6 +306,6 @@ impl DeltaPrefill {
             shape_arg,
         ];
         // SAFETY: the arguments are those of delta_finish.
-        unsafe { stream.launch(&self.finish, launch, &args) }
+        unsafe { stream.launch(&finish.kernel, launch, &args) }
     }
 }
