@@ -27,49 +27,20 @@ struct Rotation {
     float eps;
 };
 
-// N halves side by side to floats and back, in one access.
-template <int N> DEVICE void load_halves(const f16 *from, float (&x)[N]) {
-    if constexpr (N == 8) {
-        unpack_half8(*(const uint4 *)from, x);
-    } else if constexpr (N == 1) {
-        x[0] = half_to_float(*from);
-    } else {
-        u32 raw[N / 2];
-        if constexpr (N == 4) {
-            uint2 both = *(const uint2 *)from;
-            raw[0] = both.x, raw[1] = both.y;
-        } else {
-            raw[0] = *(const u32 *)from;
-        }
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            float2 pair = unpack_half2(raw[i]);
-            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-        }
-    }
-}
-
-template <int N> DEVICE void store_halves(f16 *to, const float (&x)[N]) {
-    if constexpr (N == 8) *(uint4 *)to = pack_half8(x);
-    else if constexpr (N == 4) *(uint2 *)to = make_uint2(pack_half2(x[0], x[1]), pack_half2(x[2], x[3]));
-    else if constexpr (N == 2) *(u32 *)to = pack_half2(x[0], x[1]);
-    else *to = float_to_half(x[0]);
-}
-
 // One warp a (row, unit), units being q heads (to `q` [rows][heads][D] fp16), then k heads and v heads (into the cache), of
-// which `first_unit..end_unit` are done; a lane has D / 32 elements side by side. Grid (rows, ceil(units/4)), blocks of 128. `angles`
-// [positions][rotary_dim / 2] holds cos and sin in fp32. Weights are fp32, with 1 + w added.
+// which `first_unit..end_unit` are done. Grid (rows, ceil(units/4)), blocks of 128. `angles` [positions][rotary_dim / 2] holds
+// cos and sin in fp32. Weights are fp32, with 1 + w added.
 template <int D>
 DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight, const float2 *angles, f16 *q, f16 *k_cache,
                     f16 *v_cache, const Row *rows, const u32 *table, const Header *header, Heads shape,
                     Rotation rotation, int first_unit, int end_unit) {
-    constexpr int PER_LANE = D / 32;
-    __shared__ __align__(16) float exchange[4][D];
+    constexpr int PER_LANE = (D + 31) / 32;
+    __shared__ float exchange[4][D];
     let_next_kernel_start();
-    int unit = first_unit + blockIdx.y * 4 + (threadIdx.x >> 5), first = (threadIdx.x & 31) * PER_LANE;
+    int unit = first_unit + blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     Row row = rows[blockIdx.x];
     if (row.sequence < 0 || unit >= end_unit) return;
-    const f16 *input = qkv + (u64)blockIdx.x * shape.qkv_pitch + first;
+    const f16 *input = qkv + (u64)blockIdx.x * shape.qkv_pitch;
     int q_width = shape.gated ? 2 * D : D;
     bool is_q = unit < shape.heads, is_k = !is_q && unit < shape.heads + shape.kv_heads;
     int kv_head = is_k ? unit - shape.heads : unit - shape.heads - shape.kv_heads;
@@ -77,21 +48,14 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
                            : input + shape.heads * q_width + ((is_k ? 0 : shape.kv_heads) + kv_head) * D;
 
     // All but qkv itself is there before the previous kernel ends: weights, angles, the place in the cache.
-    bool normed = rotation.normed && (is_q || is_k), turns = (is_q || is_k) && first < rotation.rotary_dim;
-    int half_dim = rotation.rotary_dim / 2;
     float scale_by[PER_LANE];
     float2 turn[PER_LANE];
-    if (normed) {
-        const float *weight = (is_q ? q_weight : k_weight) + first;
+    int half_dim = rotation.rotary_dim / 2;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) scale_by[i] = weight[i];
-    }
-    if (turns) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            int d = first + i;
-            if (d < rotation.rotary_dim) turn[i] = angles[(u64)row.position * half_dim + (d < half_dim ? d : d - half_dim)];
-        }
+    for (int i = 0; i < PER_LANE; i++) {
+        int d = lane + 32 * i;
+        scale_by[i] = rotation.normed && (is_q || is_k) ? (is_q ? q_weight : k_weight)[d] : 1.0f;
+        if (d < rotation.rotary_dim) turn[i] = angles[(u64)row.position * half_dim + (d < half_dim ? d : d - half_dim)];
     }
     f16 *to;
     if (is_q) {
@@ -103,31 +67,31 @@ DEVICE void prepare(const f16 *qkv, const float *q_weight, const float *k_weight
     }
     wait_for_previous_kernel();
     float x[PER_LANE];
-    load_halves(from, x);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) x[i] = half_to_float(from[lane + 32 * i]);
 
-    if (normed) {
-        float squares = 0.0f;
+    if (is_q || is_k) {
+        if (rotation.normed) {
+            float squares = 0.0f;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) squares += x[i] * x[i];
-        float scale = rsqrtf(warp_sum(squares) * (1.0f / D) + rotation.eps);
+            for (int i = 0; i < PER_LANE; i++) squares += x[i] * x[i];
+            float scale = rsqrtf(warp_sum(squares) * (1.0f / D) + rotation.eps);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) x[i] *= scale * scale_by[i];
-    }
-    float *own = exchange[threadIdx.x >> 5];
-    if (turns) {
+            for (int i = 0; i < PER_LANE; i++) x[i] *= scale * scale_by[i];
+        }
+        float *own = exchange[threadIdx.x >> 5];
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) own[first + i] = x[i];
-    }
-    __syncwarp();
-    if (turns) {
+        for (int i = 0; i < PER_LANE; i++) own[lane + 32 * i] = x[i];
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
-            int d = first + i;
+            int d = lane + 32 * i;
             if (d < half_dim) x[i] = x[i] * turn[i].x - own[d + half_dim] * turn[i].y;
             else if (d < rotation.rotary_dim) x[i] = x[i] * turn[i].x + own[d - half_dim] * turn[i].y;
         }
     }
-    store_halves(to + first, x);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) to[lane + 32 * i] = float_to_half(x[i]);
 }
 
 #define PREPARE                                                                                                         \
