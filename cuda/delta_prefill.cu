@@ -25,6 +25,11 @@
 
 #define LOG2_E 1.4426950408889634f
 #define AHEAD 8  // rows of inputs that a lane of the convolution has in flight
+#if __CUDA_ARCH__ >= 900
+#define CHUNKS_BLOCKS 5 // blocks of delta_chunks a multiprocessor has registers for
+#else
+#define CHUNKS_BLOCKS 4 // what shared memory allows; with registers for five sm_80 spills
+#endif
 #define PITCH 68 // floats in a row of a 64 x 64 fp32 tile: 16-byte aligned, rows shifted by four banks
 
 // ---- convolution, SiLU, L2 norms, gates ----
@@ -225,7 +230,7 @@ template <int Bytes> DEVICE void write_out(f16 *to, u32 from) {
 // Grid (value_heads, chunks), 128 threads. K K^T and Q K^T are made again for each value head of a key head: blocks that each
 // hold one tile beat fewer that keep both products in registers. Where rows further down have more to do, a warp takes the w-th block
 // of 16 of one product and the w-th from the end of the other. A and T take the place of K and Q.
-KERNEL __launch_bounds__(128, 5) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *t_out, f16 *p_out,
+KERNEL __launch_bounds__(128, CHUNKS_BLOCKS) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *t_out, f16 *p_out,
                                               float *decays_out, const Shape shape) {
     extern __shared__ __align__(128) unsigned char shared[];
     float *a_tile = (float *)shared, *t_tile = a_tile + CHUNK * PITCH;
