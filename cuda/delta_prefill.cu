@@ -2,25 +2,34 @@
 //
 // A prompt chunk of a step (a piece) is cut into chunks of 64 tokens. With G the running sum of g inside a chunk and
 // D_ij = e^(G_i - G_j) for i >= j, per value head:
-//   A = strictly lower(diag(beta) K K^T * D),  T = (I + A)^-1,  U = T diag(beta) V,  W = T diag(beta e^G) K
-//   scan over chunks:  V' = U - W S;  O = diag(e^G) Q S + (lower(Q K^T) * D) V';  S = e^G_last S + K^T diag(e^(G_last - G)) V'
-// (Yang et al., Gated Delta Networks, and the WY form of DeltaNet.) Every exponent is <= 0. Rows past the end of a piece
-// count as k = q = v = 0, beta = 0, g = 0, which leaves S as it is.
+//   A = strictly lower(diag(beta) K K^T * D),  T = (I + A)^-1 diag(beta),  P = lower(Q K^T) * D
+//   scan over chunks:  V' = T (V - diag(e^G) K S);  O = diag(e^G) Q S + P V';  S = e^G_last S + K^T diag(e^(G_last - G)) V'
+// (Yang et al., Gated Delta Networks; the WY form of DeltaNet with U = T V and W = T diag(e^G) K left as products that the scan
+// makes: T is a quarter of U and W together.) Every exponent is <= 0. Rows past the end of a piece count as k = q = v = 0,
+// beta = 0, g = 0, which leaves S as it is.
 //
-// Four launches: `delta_prepare` (convolution, SiLU, L2 norms, gates), `delta_chunks` (all chunks at once: T in fp32 by blocks, then
-// U, W and P = lower(Q K^T) * D), `delta_scan` (serial over chunks; a block holds 32 columns of one head's S in fp32
-// registers), `delta_finish` (gated norm, convolution window). Hopper has a scan of its own (delta_scan_hopper.cu).
-// S enters products as fp16, sums stay fp32; o is written in fp32 because it is not normalised yet and can exceed fp16.
+// Four launches: `delta_prepare` (convolution, SiLU, L2 norms, gates), `delta_chunks` (all chunks at once: T in fp32 by blocks, and P),
+// `delta_scan` (delta_scan.cu; serial over chunks), `delta_finish` (gated norm, convolution window). Hopper's scan
+// (delta_scan_hopper.cu) does what the last two do.
+// S, the residual V - diag(e^G) K S and V' enter products as fp16, sums stay fp32. o is not normalised yet and still fits fp16 if S
+// does, which a product has as fp16 anyway: |o| <= |q| |column of S| <= sqrt(1/128) sqrt(128) max |S|. What is below the normal
+// range of fp16 is far below sqrt(eps) of the norm.
 //
-// Shapes: mixed [rows, pitch] fp16 with u (q, k, v channels), z, b, a; conv tiles [chunks][heads of q, k, v][64][128] fp16;
-// W tiles [chunks][value_heads][64][128], U [..][4][64][32], P [..][64][64], all fp16; G and beta [..][64] fp32; o [rows, value_heads * 128]
-// fp32; state [slots][value_heads][128 dv][128 dk] in fp32, fp16 or bf16; window [slots][ring][channels] fp16, position p at
-// p % ring. Tiles are swizzled as shared memory wants them (delta_prefill.cuh).
-// Bytes a token and value head: u 256 (and its share of q, k) read and written, U and W 256 each and P 128 written and
-// read, o 512 written and read, z and y 256 each.
+// Shapes: mixed [rows, pitch] fp16 with u (q, k, v channels), z, b, a; tiles of conv [chunks][heads of q, k, v][64][128], of o
+// [chunks][value_heads][64][128], of T and P [..][64][64], all fp16 and swizzled as shared memory wants them (delta_prefill.cuh);
+// G and beta [..][64] fp32, decays [..][e^G, e^(G_last - G)][64] fp32; state [slots][value_heads][128 dv][128 dk] in fp32, fp16
+// or bf16; window [slots][ring][channels] fp16, position p at p % ring.
+// Bytes a token and value head: u 256 (and its share of q, k) read and written, T and P 128 each, o 256 written and read (not on
+// Hopper), z and y 256 each.
 #include "delta_prefill.cuh"
 
 #define LOG2_E 1.4426950408889634f
+#define AHEAD 8  // rows of inputs that a lane of the convolution has in flight
+#if __CUDA_ARCH__ >= 900
+#define CHUNKS_BLOCKS 5 // blocks of delta_chunks a multiprocessor has registers for
+#else
+#define CHUNKS_BLOCKS 4 // what shared memory allows; with registers for five sm_80 spills
+#endif
 #define PITCH 68 // floats in a row of a 64 x 64 fp32 tile: 16-byte aligned, rows shifted by four banks
 
 // ---- convolution, SiLU, L2 norms, gates ----
@@ -54,26 +63,13 @@ DEVICE void make_gates(const f16 *mixed, float a_log, float dt_bias, float *g_ou
     g_out[32 + lane] = g[1] + __shfl_sync(0xffffffffu, g[0], 31);
 }
 
-// Grid (heads of q, k, v / 2 rounded up + value_heads / 4 rounded up, chunks), 128 threads. In the first blocks a warp takes 16 tokens
-// of two heads, eight channels a lane, and slides over them; in the others it makes the gates of a value head.
-KERNEL __launch_bounds__(128) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
-                                            const f16 *window, f16 *conv, float *g_out, float *beta_out, const Piece *pieces,
-                                            const int2 *chunks, const Shape shape) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    int2 chunk = chunks[blockIdx.y];
-    Piece piece = pieces[chunk.x];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channels = channel_count(shape), heads = channels / HEAD;
-    int gate_head = ((int)blockIdx.x - (heads + 1) / 2) * 4 + warp;
-    if (gate_head >= 0) {
-        if (gate_head >= shape.value_heads) return;
-        u64 at = ((u64)blockIdx.y * shape.value_heads + gate_head) * CHUNK;
-        return make_gates(mixed, a_log[gate_head], dt_bias[gate_head], g_out + at, beta_out + at, piece, chunk.y, gate_head, shape);
-    }
-    int head = blockIdx.x * 2 + lane / 16, first = chunk.y + warp * 16, last = min(first + 16, piece.count);
-    bool exists = head < heads; // the last block of an odd number has half its lanes idle
-    int channel = (exists ? head : 0) * HEAD + lane % 16 * 8;
-    f16 *tile = conv + ((u64)blockIdx.y * heads + head) * TILE;
+// Convolution, SiLU and, if Normed, L2 norm times `scale` of 16 tokens of a head: half a warp, eight channels a lane. Nothing
+// branches on where the piece ends (past it the last token is taken again and zeros are stored): so the history moves by names of
+// registers and not by instructions.
+template <bool Normed>
+DEVICE void convolve(const f16 *mixed, const float *taps, const f16 *window, f16 *tile, const Piece &piece, int first, int row, int channel,
+                     float scale, bool exists, const Shape &shape) {
+    int lane = threadIdx.x % 32, channels = channel_count(shape), end = piece.count - 1;
     float tap[4][8], history[3][8];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -81,56 +77,78 @@ KERNEL __launch_bounds__(128) delta_prepare(const f16 *mixed, const float *taps,
         tap[j][0] = low.x, tap[j][1] = low.y, tap[j][2] = low.z, tap[j][3] = low.w;
         tap[j][4] = high.x, tap[j][5] = high.y, tap[j][6] = high.z, tap[j][7] = high.w;
     }
+    const char *from = (const char *)(mixed + (u64)piece.start * shape.pitch + channel);
+    u32 pitch = shape.pitch * 2; // bytes
+    auto input = [&](int at) { return *(const uint4 *)(from + (u64)(u32)min(at, end) * pitch); };
+    uint4 inputs[AHEAD], before[3]; // AHEAD always in flight
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) inputs[i] = input(first + i);
 #pragma unroll
     for (int j = 0; j < 3; j++) {
         int at = first - 3 + j; // in the piece; before its start the window has it
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (at >= 0 && at < piece.count)
-            raw = *(const uint4 *)(mixed + (u64)(piece.start + at) * shape.pitch + channel);
-        else if (at < 0 && piece.context + at >= 0)
-            raw = *(const uint4 *)(window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels + channel);
-        unpack_half8(raw, history[j]);
+        before[j] = make_uint4(0, 0, 0, 0);
+        if (at >= 0)
+            before[j] = input(at);
+        else if (piece.context + at >= 0)
+            before[j] = *(const uint4 *)(window + ((u64)piece.slot * shape.ring + (piece.context + at) % shape.ring) * channels + channel);
     }
-    bool query = head < shape.key_heads, normed = head < 2 * shape.key_heads;
 #pragma unroll
-    for (int begin = 0; begin < 16; begin += 8) {
-        uint4 inputs[8]; // all in flight before the first is used
+    for (int j = 0; j < 3; j++) unpack_half8(before[j], history[j]);
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (first + begin + i < last) inputs[i] = *(const uint4 *)(mixed + (u64)(piece.start + first + begin + i) * shape.pitch + channel);
+    for (int i = 0; i < 16; i++) {
+        float u[8], c[8];
+        unpack_half8(inputs[i % AHEAD], u);
+        if (i + AHEAD < 16) inputs[i % AHEAD] = input(first + i + AHEAD);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int row = warp * 16 + begin + i;
-            uint4 packed = make_uint4(0, 0, 0, 0); // past the end
-            if (first + begin + i < last) {
-                float u[8], c[8], squares = 0.0f;
-                unpack_half8(inputs[i], u);
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    c[e] = silu_short(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
-                    history[0][e] = history[1][e], history[1][e] = history[2][e], history[2][e] = u[e];
-                    squares += c[e] * c[e];
-                }
-#pragma unroll
-                for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-                float scale = normed ? rsqrtf(squares + 1e-6f) : 1.0f;
-                if (query) scale *= 0.08838834764831845f; // 1 / sqrt(128)
-#pragma unroll
-                for (int e = 0; e < 8; e++) c[e] *= scale;
-                packed = pack_half8(c);
-            }
-            if (exists) *(uint4 *)(tile + row * HEAD + (lane % 16 ^ (row & 7)) * 8) = packed;
+        for (int e = 0; e < 8; e++) {
+            c[e] = silu_short(tap[0][e] * history[0][e] + tap[1][e] * history[1][e] + tap[2][e] * history[2][e] + tap[3][e] * u[e]);
+            history[0][e] = history[1][e], history[1][e] = history[2][e], history[2][e] = u[e];
         }
+        if (Normed) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int e = 0; e < 8; e++) squares += c[e] * c[e];
+#pragma unroll
+            for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+            float by = rsqrtf(squares + 1e-6f) * scale;
+#pragma unroll
+            for (int e = 0; e < 8; e++) c[e] *= by;
+        }
+        uint4 packed = pack_half8(c);
+        if (first + i > end) packed = make_uint4(0, 0, 0, 0);
+        if (exists) *(uint4 *)(tile + tile_unit(0, row + i, lane % 16) / 2) = packed;
+    }
+}
+
+// Grid (heads of q, k, v / 2 rounded up + value_heads / 4 rounded up, chunks), 128 threads. In the first blocks a warp takes 16 tokens
+// of two heads, eight channels a lane, and slides over them; in the others it makes the gates of a value head.
+KERNEL __launch_bounds__(128, 4) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
+                                               const f16 *window, f16 *conv, float *g_out, float *beta_out, const Piece *pieces,
+                                               const int2 *chunks, const Shape shape) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    int2 chunk = chunks[blockIdx.y];
+    Piece piece = pieces[chunk.x];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = channel_count(shape) / HEAD;
+    int gate_head = ((int)blockIdx.x - (heads + 1) / 2) * 4 + warp;
+    if (gate_head >= 0) {
+        if (gate_head >= shape.value_heads) return;
+        u64 at = ((u64)blockIdx.y * shape.value_heads + gate_head) * CHUNK;
+        return make_gates(mixed, a_log[gate_head], dt_bias[gate_head], g_out + at, beta_out + at, piece, chunk.y, gate_head, shape);
+    }
+    int head = blockIdx.x * 2 + lane / 16, first = chunk.y + warp * 16;
+    bool exists = head < heads; // the last block of an odd number has half its lanes idle
+    int channel = (exists ? head : 0) * HEAD + lane % 16 * 8;
+    f16 *tile = conv + ((u64)blockIdx.y * heads + head) * TILE;
+    if (blockIdx.x < shape.key_heads) { // both heads are of q or k
+        float scale = head < shape.key_heads ? 0.08838834764831845f : 1.0f; // 1 / sqrt(128)
+        convolve<true>(mixed, taps, window, tile, piece, first, warp * 16, channel, scale, exists, shape);
+    } else {
+        convolve<false>(mixed, taps, window, tile, piece, first, warp * 16, channel, 1.0f, exists, shape);
     }
 }
 
 // ---- within chunks ----
-
-// `Bytes` (a multiple of 16 Threads) as they lie.
-template <int Threads, int Bytes> DEVICE void load_tile(u32 to, const f16 *from) {
-#pragma unroll
-    for (int i = threadIdx.x; i < Bytes / 16; i += Threads) copy_async_16(to + i * 16, from + i * 8);
-}
 
 // out = sign * left right, all Size x Size with Size a multiple of 16, in fp32 tiles of PITCH; `threads` threads from 0, each
 // four columns of Size * Size / 4 / threads rows.
@@ -199,31 +217,6 @@ DEVICE void invert(float *t, float *a) {
     __syncthreads();
 }
 
-// sum = rows 16 block ..= +15 of t diag(factors) x, with x 64 rows of 256 bytes in shared memory.
-DEVICE void apply(float (&sum)[16][4], const float *t, const float *factors, u32 x, int block) {
-    int lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 16; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.0f;
-    const float *row = t + (block * 16 + group) * PITCH;
-    for (int step = 0; step <= block; step++) { // columns past the diagonal block are zero
-        u32 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int column = step * 16 + pair * 2 + i / 2 * 8;
-            float2 value = *(const float2 *)(row + i % 2 * 8 * PITCH + column);
-            float2 factor = *(const float2 *)(factors + column);
-            a[i] = pack_half2(value.x * factor.x, value.y * factor.y);
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i += 2) {
-            u32 b[4];
-            load_matrix_x4_transposed(b, unit_256(x, step * 16 + lane % 16, i + lane / 16));
-            mma_16x8x16(sum[i], a, b[0], b[1]);
-            mma_16x8x16(sum[i + 1], a, b[2], b[3]);
-        }
-    }
-}
-
 // `Bytes` of shared memory to `to`, by 128 threads.
 template <int Bytes> DEVICE void write_out(f16 *to, u32 from) {
 #pragma unroll
@@ -234,30 +227,33 @@ template <int Bytes> DEVICE void write_out(f16 *to, u32 from) {
     }
 }
 
-// Grid (value_heads, chunks), 128 threads. K K^T and Q K^T are made again for each value head of a key head: three blocks
-// on a multiprocessor that each hold one tile beat fewer that keep both products in registers. Where rows further down have
-// more to do, a warp takes the w-th block of 16 of one product and the w-th from the end of the other.
-KERNEL __launch_bounds__(128, 3) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *u_out, f16 *w_out,
-                                              f16 *p_out, const Shape shape) {
+// Grid (value_heads, chunks), 128 threads. K K^T and Q K^T are made again for each value head of a key head: blocks that each
+// hold one tile beat fewer that keep both products in registers. Where rows further down have more to do, a warp takes the w-th block
+// of 16 of one product and the w-th from the end of the other. A and T take the place of K and Q.
+KERNEL __launch_bounds__(128, CHUNKS_BLOCKS) delta_chunks(const f16 *conv, const float *g_in, const float *beta_in, f16 *t_out, f16 *p_out,
+                                              float *decays_out, const Shape shape) {
     extern __shared__ __align__(128) unsigned char shared[];
-    float *a_tile = (float *)(shared + 2 * CHUNK * 256), *t_tile = a_tile + CHUNK * PITCH;
-    float *beta = t_tile + CHUNK * PITCH, *g_sum = beta + CHUNK, *beta_decay = g_sum + CHUNK; // g_sum in powers of two
-    u32 k_tile = shared_address(shared), x_tile = k_tile + CHUNK * 256; // x: first q, then v
-    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    float *a_tile = (float *)shared, *t_tile = a_tile + CHUNK * PITCH;
+    float *beta = t_tile + CHUNK * PITCH, *g_sum = beta + CHUNK; // g_sum in powers of two
+    u32 k_tile = shared_address(shared), q_tile = k_tile + TILE * 2, p_tile = shared_address(t_tile);
+    int thread = threadIdx.x, lane = thread % 32, group = lane / 4, pair = lane % 4;
+    int warp = __shfl_sync(0xffffffffu, thread / 32, 0); // known to be the same for all lanes, so branches on it are cheap
     wait_for_previous_kernel();
     let_next_kernel_start();
     int channels = channel_count(shape), head = blockIdx.x, key_head = head / (shape.value_heads / shape.key_heads);
     const f16 *tiles = conv + (u64)blockIdx.y * channels * CHUNK;
     u64 tile = (u64)blockIdx.y * shape.value_heads + head;
     load_tile<128, TILE * 2>(k_tile, tiles + (u64)(shape.key_heads + key_head) * TILE);
-    load_tile<128, TILE * 2>(x_tile, tiles + (u64)key_head * TILE);
+    load_tile<128, TILE * 2>(q_tile, tiles + (u64)key_head * TILE);
     copy_async_commit();
     if (thread < CHUNK) {
-        float g = g_in[tile * CHUNK + thread] * LOG2_E, b = beta_in[tile * CHUNK + thread];
-        g_sum[thread] = g, beta[thread] = b, beta_decay[thread] = b * exp2_fast(g);
+        g_sum[thread] = g_in[tile * CHUNK + thread] * LOG2_E;
+        beta[thread] = beta_in[tile * CHUNK + thread];
     }
     copy_async_wait<0>();
     __syncthreads();
+    float from = thread < CHUNK ? 0.0f : g_sum[CHUNK - 1], sum = g_sum[thread % CHUNK];
+    decays_out[tile * (2 * CHUNK) + thread] = exp2_fast(thread < CHUNK ? sum : from - sum);
 
     // 16 rows of each product against the tokens up to their last; later ones are masked anyway.
     int k_block = 3 - warp, q_block = warp;
@@ -266,16 +262,18 @@ KERNEL __launch_bounds__(128, 3) delta_chunks(const f16 *conv, const float *g_in
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) kk[i][j] = qk[i][j] = 0.0f;
+    u32 k_at = tile_unit(k_tile, k_block * 16 + lane % 16, lane / 16), q_at = tile_unit(q_tile, q_block * 16 + lane % 16, lane / 16);
+    u32 b_at = tile_unit(k_tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < HEAD / 16; step++) {
-        u32 from_k[4], from_q[4];
-        load_matrix_x4(from_k, unit_256(k_tile, k_block * 16 + lane % 16, step * 2 + lane / 16));
-        load_matrix_x4(from_q, unit_256(x_tile, q_block * 16 + lane % 16, step * 2 + lane / 16));
+        u32 from_k[4], from_q[4], panel = step / 4 * PANEL, swap = step % 4 * 32; // units of 128-byte rows trade places
+        load_matrix_x4(from_k, (k_at ^ swap) + panel);
+        load_matrix_x4(from_q, (q_at ^ swap) + panel);
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             if (block > k_block && block > q_block) continue;
             u32 b[4];
-            load_matrix_x4(b, unit_256(k_tile, block * 16 + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+            load_matrix_x4(b, (b_at ^ swap) + panel + block * 16 * 128);
             if (block <= k_block) {
                 mma_16x8x16(kk[block * 2], from_k, b[0], b[1]);
                 mma_16x8x16(kk[block * 2 + 1], from_k, b[2], b[3]);
@@ -287,12 +285,9 @@ KERNEL __launch_bounds__(128, 3) delta_chunks(const f16 *conv, const float *g_in
         }
     }
 
-    __syncthreads(); // everyone is done with q
-    load_tile<128, TILE * 2>(x_tile, tiles + (u64)(2 * shape.key_heads + head) * TILE);
-    copy_async_commit();
-    u32 p_tile = shared_address(t_tile);
+    __syncthreads(); // everyone is done with k and q
 #pragma unroll
-    for (int i = 0; i < 8; i++) { // blocks above the diagonal are never read, of A or of P
+    for (int i = 0; i < 8; i++) { // blocks above the diagonal are never read of A; of P and T they are zeros
         int column = i * 8 + pair * 2;
         float2 sums = *(const float2 *)(g_sum + column);
 #pragma unroll
@@ -303,165 +298,65 @@ KERNEL __launch_bounds__(128, 3) delta_chunks(const f16 *conv, const float *g_in
                 *(float2 *)(a_tile + row * PITCH + column) =
                     make_float2(factor * kk[i][half * 2] * exp2_fast(sum - sums.x), factor * kk[i][half * 2 + 1] * exp2_fast(sum - sums.y));
             }
-            if (i / 2 <= q_block) {
-                int row = q_block * 16 + group + half * 8;
-                float sum = g_sum[row];
-                store_shared(unit_128(p_tile, row, i) + pair * 4,
-                             pack_half2(column <= row ? qk[i][half * 2] * exp2_fast(sum - sums.x) : 0.0f,
-                                        column < row ? qk[i][half * 2 + 1] * exp2_fast(sum - sums.y) : 0.0f));
-            }
+            int row = q_block * 16 + group + half * 8;
+            float sum = g_sum[row];
+            u32 weights = i / 2 > q_block ? 0
+                                          : pack_half2(column <= row ? qk[i][half * 2] * exp2_fast(sum - sums.x) : 0.0f,
+                                                       column < row ? qk[i][half * 2 + 1] * exp2_fast(sum - sums.y) : 0.0f);
+            store_shared(tile_unit(p_tile, row, i) + pair * 4, weights);
         }
     }
     __syncthreads();
-    write_out<P_TILE * 2>(p_out + tile * P_TILE, p_tile);
-    copy_async_wait<0>();
+    write_out<SQUARE * 2>(p_out + tile * SQUARE, p_tile);
     invert(t_tile, a_tile);
-
-    float sum[16][4];
-    u32 u_tile = shared_address(a_tile); // A is done with; U leaves as SPLIT tiles of 64 x 32
-    apply(sum, t_tile, beta, x_tile, q_block);
 #pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < 4; i++) {
+        int row = i * 16 + thread / 8, unit = thread % 8;
+        float value[8];
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            store_shared(unit_64(u_tile + i / 4 * (TILE * 2 / SPLIT), q_block * 16 + group + half * 8, i % 4) + pair * 4,
-                         pack_half2(sum[i][half * 2], sum[i][half * 2 + 1]));
-    apply(sum, t_tile, beta_decay, k_tile, k_block);
-    __syncthreads(); // U is whole, and V has been read: W takes its place
-    write_out<TILE * 2>(u_out + tile * TILE, u_tile);
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            store_shared(unit_256(x_tile, k_block * 16 + group + half * 8, i) + pair * 4, pack_half2(sum[i][half * 2], sum[i][half * 2 + 1]));
-    __syncthreads();
-    write_out<TILE * 2>(w_out + tile * TILE, x_tile);
-}
-
-// ---- across chunks ----
-
-#define SCAN_THREADS 256
-#define STAGE_BYTES (3 * TILE * 2 + P_TILE * 2 + TILE * 2 / SPLIT)
-
-// Grid (value_heads * SPLIT, pieces), 256 threads. Warps 0 to 3 carry the state: warp w holds rows (dk) 32 w ..= +31 of S as
-// two 16 x 32 accumulators and makes rows 16 w of W S and V'. Warps 4 to 7 make the outputs, which the state does not wait
-// for. S as fp16, V' and V' scaled pass through shared memory. `stages` 2 loads the next chunk under this one's work.
-KERNEL __launch_bounds__(SCAN_THREADS, 1) delta_scan(const f16 *conv, const f16 *u_in, const f16 *w_in, const f16 *p_in,
-                                                     const float *g_in, void *state, float *o, const Piece *pieces,
-                                                     const Shape shape, int stages) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float g_sum[2][CHUNK];
-    int thread = threadIdx.x, warp = thread / 32 % 4, lane = thread % 32, group = lane / 4, pair = lane % 4;
-    bool carries = thread < 128;
-    int head = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT, first_column = slice * WIDTH;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    Piece piece = pieces[blockIdx.y];
-    int key_head = head / (shape.value_heads / shape.key_heads), heads = 2 * shape.key_heads + shape.value_heads;
-    int chunk_count = (piece.count + CHUNK - 1) / CHUNK, width = shape.value_heads * HEAD;
-    u32 s_tile = shared_address(shared), v_tile = s_tile + HEAD * 64, scaled_tile = v_tile + CHUNK * 64;
-    u32 stage_tiles = scaled_tile + CHUNK * 64;
-
-    float s[2][4][4];
-    u64 state_base = ((u64)piece.slot * shape.value_heads + head) * HEAD * HEAD;
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                s[m][n][i] = carries && piece.context > 0
-                                 ? read_state(state, state_base + state_offset(m, n, i, warp, first_column), shape.state_type) : 0.0f;
-
-    auto load = [&](int chunk) { // W, Q, K, P and the columns of U
-        u64 index = piece.first_chunk + chunk, tile = index * shape.value_heads + head;
-        const f16 *q = conv + (index * heads + key_head) * TILE;
-        u32 to = stage_tiles + (stages > 1 ? chunk % 2 : 0) * STAGE_BYTES;
-        load_tile<SCAN_THREADS, TILE * 2>(to, w_in + tile * TILE);
-        load_tile<SCAN_THREADS, TILE * 2>(to + TILE * 2, q);
-        load_tile<SCAN_THREADS, TILE * 2>(to + 2 * TILE * 2, q + (u64)shape.key_heads * TILE);
-        load_tile<SCAN_THREADS, P_TILE * 2>(to + 3 * TILE * 2, p_in + tile * P_TILE);
-        load_tile<SCAN_THREADS, TILE * 2 / SPLIT>(to + 3 * TILE * 2 + P_TILE * 2, u_in + tile * TILE + slice * (TILE / SPLIT));
-        copy_async_commit();
-        if (thread < CHUNK) g_sum[chunk % 2][thread] = g_in[tile * CHUNK + thread];
-    };
-    if (stages > 1) load(0);
-
-    for (int chunk = 0; chunk < chunk_count; chunk++) {
-        if (carries) store_state_half(s_tile, s, warp);
-        if (stages == 1) load(chunk);
-        copy_async_wait<0>();
-        __syncthreads(); // this chunk's tiles and S are here; the other stage is free
-        if (stages > 1 && chunk + 1 < chunk_count) load(chunk + 1);
-        u32 w_tile = stage_tiles + (stages > 1 ? chunk % 2 : 0) * STAGE_BYTES, q_tile = w_tile + TILE * 2;
-        u32 k_tile = q_tile + TILE * 2, p_tile = k_tile + TILE * 2, u_tile = p_tile + P_TILE * 2;
-        const float *g = g_sum[chunk % 2];
-        float sum[4][4];
-        u32 rows[HEAD / 16][4];
-        load_rows(rows, carries ? w_tile : q_tile, warp);
-        multiply_state(sum, rows, s_tile);
-        if (carries) {
-            u32 u[2][4];
-            load_inputs(u, u_tile, warp);
-            store_values(sum, u, g, v_tile, scaled_tile, warp);
-        } else {
-            decay_rows(sum, g, warp);
-        }
-        __syncthreads(); // V' is here, and every warp is done with S
-        if (carries) {
-            u32 keys[CHUNK / 16][2][4];
-            load_keys(keys, k_tile, warp);
-            update_state(s, keys, scaled_tile, __expf(g[CHUNK - 1]));
-        } else {
-            u32 weights[CHUNK / 16][4];
-            load_weights(weights, p_tile, warp);
-            add_inside(sum, weights, v_tile, warp);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int token = chunk * CHUNK + warp * 16 + group + half * 8;
-                if (token >= piece.count) continue;
-                float *to = o + (u64)(piece.start + token) * width + head * HEAD + first_column + pair * 2;
-#pragma unroll
-                for (int n = 0; n < 4; n++) *(float2 *)(to + n * 8) = make_float2(sum[n][half * 2], sum[n][half * 2 + 1]);
-            }
-        }
-        // What is rewritten at the top had its last readers before the second barrier, but for the tiles of a single stage.
-        if (stages == 1) __syncthreads();
+        for (int e = 0; e < 8; e++) value[e] = unit / 2 > row / 16 ? 0.0f : t_tile[row * PITCH + unit * 8 + e] * beta[unit * 8 + e];
+        *(uint4 *)(t_out + tile * SQUARE + tile_unit(0, row, unit) / 2) = pack_half8(value);
     }
-
-    if (!carries) return;
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                write_state(state, state_base + state_offset(m, n, i, warp, first_column), shape.state_type, s[m][n][i]);
 }
 
 // ---- gated norm and convolution window ----
 
-// Grid (value_heads, chunks), 128 threads: a warp takes 16 tokens of one head. out = o / rms(o) * weight * silu(z). The blocks
-// of a piece's last chunk also keep the raw inputs of its last three tokens.
-KERNEL __launch_bounds__(128) delta_finish(const float *o, const f16 *mixed, const float *weight, f16 *window, f16 *out,
+// Grid (value_heads, chunks), 128 threads: a warp takes 16 tokens of one head, half a warp a token. out = o / rms(o) * weight *
+// silu(z). The blocks of a piece's last chunk also keep the raw inputs of its last three tokens.
+KERNEL __launch_bounds__(128) delta_finish(const f16 *o, const f16 *mixed, const float *weight, f16 *window, f16 *out,
                                            const Piece *pieces, const int2 *chunks, const Shape shape) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     int2 chunk = chunks[blockIdx.y];
     Piece piece = pieces[chunk.x];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x, channels = channel_count(shape);
-    int width = shape.value_heads * HEAD, first = chunk.y + warp * 16, last = min(first + 16, piece.count);
-    float4 w = *(const float4 *)(weight + lane * 4);
-#pragma unroll 4
-    for (int at = first; at < last; at++) {
-        u64 row = piece.start + at;
-        float4 x = *(const float4 *)(o + row * width + head * HEAD + lane * 4);
-        uint2 packed = *(const uint2 *)(mixed + row * shape.pitch + channels + head * HEAD + lane * 4);
-        float2 low = unpack_half2(packed.x), high = unpack_half2(packed.y);
-        float scale = rsqrtf(warp_sum(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w) / HEAD + shape.eps);
-        *(uint2 *)(out + row * width + head * HEAD + lane * 4) =
-            make_uint2(pack_half2(x.x * scale * w.x * silu_short(low.x), x.y * scale * w.y * silu_short(low.y)),
-                       pack_half2(x.z * scale * w.z * silu_short(high.x), x.w * scale * w.w * silu_short(high.y)));
+    int width = shape.value_heads * HEAD, unit = lane % 16, first = chunk.y + warp * 16;
+    const f16 *tile = o + ((u64)blockIdx.y * shape.value_heads + head) * TILE;
+    float w[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) w[e] = weight[unit * 8 + e];
+    uint4 inputs[8], gates[8]; // all in flight before the first is used
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int row = i * 2 + lane / 16;
+        u64 at = piece.start + min(first + row, piece.count - 1); // past the end the last token, which is not used
+        inputs[i] = *(const uint4 *)(tile + tile_unit(0, warp * 16 + row, unit) / 2);
+        gates[i] = *(const uint4 *)(mixed + at * shape.pitch + channels + head * HEAD + unit * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int at = first + i * 2 + lane / 16;
+        float x[8], z[8], squares = 0.0f;
+        unpack_half8(inputs[i], x);
+        unpack_half8(gates[i], z);
+#pragma unroll
+        for (int e = 0; e < 8; e++) squares += x[e] * x[e];
+#pragma unroll
+        for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+        float scale = rsqrtf(squares / HEAD + shape.eps);
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] *= scale * w[e] * silu_short(z[e]);
+        if (at < piece.count) *(uint4 *)(out + (u64)(piece.start + at) * width + head * HEAD + unit * 8) = pack_half8(x);
     }
     if (chunk.y + CHUNK >= piece.count) keep_window(mixed, window, piece, shape, head * 128 + threadIdx.x, shape.value_heads * 128);
 }

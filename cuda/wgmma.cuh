@@ -135,3 +135,10 @@ DEVICE void wgmma_batch(float (&d)[72], u64 a, u64 b) { WGMMA_BATCH(144, WGMMA_N
 DEVICE void wgmma_rows(float (&d)[96], u64 a, u64 b, bool accumulate) {
     WGMMA_ROWS(192, WGMMA_NAMES_96, "%96", "%97", "%98", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64));
 }
+
+// d[64x64] (+)= a[64x16] b[64x16]^T; a in registers (as mma_16x8x16 has it), b in shared memory with the 16 contiguous.
+DEVICE void wgmma_64x64_rows(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WGMMA_NAMES_32 "}, "
+                 "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+                 : WGMMA_32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
+}

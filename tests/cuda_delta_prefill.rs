@@ -110,16 +110,36 @@ fn relative(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
     (error / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
+/// Inputs of `tokens` tokens: noise, or keys that hardly change from token to token, learned strongly and kept for long, so that
+/// the chunk's triangular matrix is far from the identity.
+fn inputs(rng: &mut ChaCha8Rng, model: &Model, tokens: usize, alike: bool) -> Vec<f16> {
+    let (pitch, gates) = (model.pitch(), model.channels() + model.value_heads * HEAD);
+    let mut mixed = uniform(rng, tokens * pitch, -2.0, 2.0);
+    if alike {
+        let base = uniform(rng, model.channels(), -2.0, 2.0);
+        for row in mixed.chunks_mut(pitch) {
+            row.iter_mut().zip(&base).for_each(|(x, base)| *x = 0.1 * *x + base);
+            row[gates..][..model.value_heads].iter_mut().for_each(|beta| *beta = 3.5 + 0.75 * *beta);
+            row[gates + model.value_heads..].iter_mut().for_each(|decay| *decay -= 7.0);
+        }
+    }
+    mixed.into_iter().map(f16::from_f32).collect()
+}
+
 /// Runs prompts of `lengths`, each cut at `cuts`, all prompts side by side in every step. Relative errors of outputs and
 /// of final states.
-fn errors(gpu: &Gpu, portable: bool, heads: (usize, usize), lengths: &[usize], cuts: &[usize]) -> (f64, f64) {
+fn errors(
+    gpu: &Gpu,
+    portable: bool,
+    heads: (usize, usize),
+    lengths: &[usize],
+    cuts: &[usize],
+    alike: bool,
+) -> (f64, f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(lengths.iter().sum::<usize>() as u64);
     let model = Model::new(&mut rng, heads.0, heads.1);
     let (pitch, width) = (model.pitch(), model.value_heads * HEAD);
-    let prompts: Vec<Vec<f16>> = lengths
-        .iter()
-        .map(|&n| uniform(&mut rng, n * pitch, -2.0, 2.0).into_iter().map(f16::from_f32).collect())
-        .collect();
+    let prompts: Vec<Vec<f16>> = lengths.iter().map(|&n| inputs(&mut rng, &model, n, alike)).collect();
     let shape = DeltaShape {
         key_heads: model.key_heads as i32,
         value_heads: model.value_heads as i32,
@@ -203,18 +223,20 @@ fn errors(gpu: &Gpu, portable: bool, heads: (usize, usize), lengths: &[usize], c
 fn chunked_delta_rule_equals_the_recurrence() {
     let Some(gpu) = gpu("chunked_delta_rule_equals_the_recurrence") else { return };
     let every_tail: Vec<usize> = (1..=130).collect();
-    // Name, (key heads, value heads), lengths of the prompts, where they are cut.
-    type Case<'a> = (&'a str, (usize, usize), &'a [usize], &'a [usize]);
-    let cases: [Case; 5] = [
-        ("one prompt", (2, 4), &[150], &[]),
-        ("every tail length", (1, 2), &every_tail, &[]),
-        ("three prompts, cut at 70 and 75", (2, 2), &[150, 64, 75], &[70, 75]),
-        ("cut after one and two tokens", (1, 2), &[200], &[1, 3]),
-        ("real head counts, long", (16, 32), &[700], &[512]),
+    // Name, (key heads, value heads), lengths of the prompts, where they are cut, whether keys are alike.
+    type Case<'a> = (&'a str, (usize, usize), &'a [usize], &'a [usize], bool);
+    let cases: [Case; 7] = [
+        ("one prompt", (2, 4), &[150], &[], false),
+        ("one head of each", (1, 1), &[70], &[], false),
+        ("every tail length", (1, 2), &every_tail, &[], false),
+        ("three prompts, cut at 70 and 75", (2, 2), &[150, 64, 75], &[70, 75], false),
+        ("cut after one and two tokens", (1, 2), &[200], &[1, 3], false),
+        ("real head counts, long", (16, 32), &[700], &[512], false),
+        ("keys alike", (2, 4), &[300, 64], &[100], true),
     ];
-    for (name, heads, lengths, cuts) in cases {
+    for (name, heads, lengths, cuts, alike) in cases {
         for portable in [false, true] {
-            let (out, state) = errors(&gpu, portable, heads, lengths, cuts);
+            let (out, state) = errors(&gpu, portable, heads, lengths, cuts, alike);
             println!(
                 "{name}, portable {portable}: relative error {out:.1e} of outputs, {state:.1e} of states"
             );

@@ -1,4 +1,5 @@
-//! Launches of the chunked gated delta rule for prompt chunks (cuda/delta_prefill.cu, delta_scan_hopper.cu): heads of 128 x 128.
+//! Launches of the chunked gated delta rule for prompt chunks (cuda/delta_prefill.cu, delta_scan.cu, delta_scan_hopper.cu): heads
+//! of 128 x 128.
 
 use super::driver::{DeviceBuffer, Gpu, Kernel};
 use super::launch::{Arg, Launch, Stream, bytes_of};
@@ -9,16 +10,21 @@ use crate::Result;
 pub const CHUNK: usize = 64;
 /// Key and value size of a head.
 pub const HEAD: usize = 128;
-/// Blocks that share a head in the scan.
+/// Bytes of a tile of 64 tokens of a head, and of 64 x 64 halves.
+const TILE: u32 = (CHUNK * HEAD * 2) as u32;
+const SQUARE: u32 = (CHUNK * CHUNK * 2) as u32;
+/// Shared memory of `delta_chunks`: two fp32 tiles of 64 x 68, which K and Q fit into, two rows of 64.
+const CHUNKS_SHARED: u32 = (2 * CHUNK * 68 * 4 + 2 * CHUNK * 4) as u32;
+/// Blocks that share a head in the scan for any GPU, and its shared memory: S, the residual and two V tiles; one or two stages of K,
+/// Q, T, P and a quarter of V.
 const SPLIT: u32 = 4;
-/// Shared memory of `delta_chunks`: K, one of Q and V, two fp32 tiles of 64 x 68, three rows of 64.
-const CHUNKS_SHARED: u32 = (2 * CHUNK * 256 + 2 * CHUNK * 68 * 4 + 3 * CHUNK * 4) as u32;
-/// Shared memory of `delta_scan`: S and two V tiles, and one or two stages of W, Q, K, P and U.
-const SCAN_SHARED: u32 = (HEAD * 64 + 2 * CHUNK * 64) as u32;
-const SCAN_STAGE: u32 = (3 * CHUNK * 256 + CHUNK * 128 + CHUNK * 64) as u32;
-/// The same on Hopper: three stages, each with its running sums of g, and S and V' twice.
-const HOPPER_SHARED: u32 =
-    3 * (SCAN_STAGE + CHUNK as u32 * 4) + 2 * (HEAD * 64) as u32 + 3 * (CHUNK * 64) as u32;
+const SCAN_SHARED: u32 = (HEAD * 64 + 3 * CHUNK * 64) as u32;
+const SCAN_STAGE: u32 = 2 * TILE + 2 * SQUARE + TILE / SPLIT;
+/// The same on Hopper, whose scan makes the outputs too: three stages of K, Q, T, P, half of V and the decays, two half tiles of
+/// outputs, and what aligns them.
+const HOPPER_SPLIT: u32 = 2;
+const HOPPER_STAGE: u32 = 2 * TILE + 2 * SQUARE + TILE / HOPPER_SPLIT;
+const HOPPER_SHARED: u32 = 3 * (HOPPER_STAGE + 2 * CHUNK as u32 * 4) + 2 * TILE / HOPPER_SPLIT + 1024;
 
 /// A prompt chunk of a step: `count` new tokens at row `start`, after `context` cached ones. As the kernels' `Piece`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,18 +109,23 @@ pub struct DeltaPrefill {
     prepare: Kernel,
     chunks: Kernel,
     scan: Kernel,
-    finish: Kernel,
-    /// The scan is that of delta_scan_hopper.cu.
-    hopper: bool,
+    /// None with the scan of delta_scan_hopper.cu.
+    finish: Option<Finish>,
     shape: DeltaShape,
-    stages: i32,
     conv: DeviceBuffer,
-    u: DeviceBuffer,
-    w: DeviceBuffer,
+    t: DeviceBuffer,
     p: DeviceBuffer,
     g: DeviceBuffer,
     beta: DeviceBuffer,
+    decays: DeviceBuffer,
+}
+
+/// What the scan for any GPU needs: stages of its loads, its outputs, the kernel that finishes them.
+#[derive(Debug)]
+struct Finish {
+    stages: i32,
     o: DeviceBuffer,
+    kernel: Kernel,
 }
 
 impl DeltaPrefill {
@@ -123,19 +134,18 @@ impl DeltaPrefill {
         Self::sizes(shape, rows, pieces).iter().sum()
     }
 
-    /// conv, U, W, P, G, beta, o.
+    /// conv, T, P, G, beta, decays, o.
     fn sizes(shape: &DeltaShape, rows: usize, pieces: usize) -> [u64; 7] {
         let chunks = Work::max_chunks(rows, pieces);
         let tiles = (chunks * shape.value_heads as usize) as u64;
-        let tile = (CHUNK * HEAD * 2) as u64;
         [
             (2 * chunks * CHUNK * shape.channels()) as u64,
-            tiles * tile,
-            tiles * tile,
-            tiles * (CHUNK * CHUNK * 2) as u64,
+            tiles * u64::from(SQUARE),
+            tiles * u64::from(SQUARE),
             tiles * (CHUNK * 4) as u64,
             tiles * (CHUNK * 4) as u64,
-            (4 * rows * shape.value_heads as usize * HEAD) as u64,
+            tiles * (2 * CHUNK * 4) as u64,
+            tiles * u64::from(TILE),
         ]
     }
 
@@ -146,22 +156,29 @@ impl DeltaPrefill {
     pub fn new(gpu: &Gpu, shape: DeltaShape, rows: usize, pieces: usize, portable: bool) -> Result<Self> {
         let unit = &units::DELTA_PREFILL;
         let hopper = units::DELTA_SCAN_HOPPER.supports(gpu.facts().capability) && !portable;
-        let [conv, u, w, p, g, beta, o] = Self::sizes(&shape, rows, pieces);
+        let [conv, t, p, g, beta, decays, o] = Self::sizes(&shape, rows, pieces);
         Ok(Self {
             prepare: gpu.kernel(unit, "delta_prepare")?,
             chunks: gpu.kernel(unit, "delta_chunks")?,
-            scan: gpu.kernel(if hopper { &units::DELTA_SCAN_HOPPER } else { unit }, "delta_scan")?,
-            finish: gpu.kernel(unit, "delta_finish")?,
+            scan: gpu
+                .kernel(if hopper { &units::DELTA_SCAN_HOPPER } else { &units::DELTA_SCAN }, "delta_scan")?,
+            finish: if hopper {
+                None
+            } else {
+                let two_stages = gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024;
+                Some(Finish {
+                    stages: if two_stages { 2 } else { 1 },
+                    o: gpu.allocate(o)?,
+                    kernel: gpu.kernel(unit, "delta_finish")?,
+                })
+            },
             shape,
-            hopper,
-            stages: if gpu.facts().shared_bytes >= SCAN_SHARED + 2 * SCAN_STAGE + 1024 { 2 } else { 1 },
             conv: gpu.allocate(conv)?,
-            u: gpu.allocate(u)?,
-            w: gpu.allocate(w)?,
+            t: gpu.allocate(t)?,
             p: gpu.allocate(p)?,
             g: gpu.allocate(g)?,
             beta: gpu.allocate(beta)?,
-            o: gpu.allocate(o)?,
+            decays: gpu.allocate(decays)?,
         })
     }
 
@@ -217,21 +234,21 @@ impl DeltaPrefill {
         // SAFETY: the arguments are those of delta_prepare; pointers are the caller's promise.
         unsafe { stream.launch(&self.prepare, prepare, &args) }?;
 
-        // Compulsory: K Kᵀ and Q Kᵀ a key head; T, U and W a value head.
+        // Compulsory: K Kᵀ and Q Kᵀ a key head; T a value head.
         let products = u64::from(key_heads) * u64::from(chunk_count) * 4 * tile_flops
-            + tiles * (4 * tile_flops + (CHUNK * CHUNK * CHUNK) as u64 * 2 / 3);
-        let written = tiles * (4 * (CHUNK * HEAD) as u64 + 2 * (CHUNK * CHUNK) as u64 + 4 * CHUNK as u64);
+            + tiles * (CHUNK * CHUNK * CHUNK) as u64 * 2 / 3;
+        let written = tiles * (2 * u64::from(SQUARE) + 8 * CHUNK as u64);
         let inner = Launch::grid([heads, chunk_count, 1], 128)
             .shared(CHUNKS_SHARED)
             .overlapping()
-            .cost(2 * rows * channels + written, products);
+            .cost(2 * rows * (channels - width) + written, products);
         let args = [
             Arg::from(&self.conv),
             Arg::from(&self.g),
             Arg::from(&self.beta),
-            Arg::from(&self.u),
-            Arg::from(&self.w),
+            Arg::from(&self.t),
             Arg::from(&self.p),
+            Arg::from(&self.decays),
             shape_arg,
         ];
         // SAFETY: the arguments are those of delta_chunks; the workspace holds `work`'s chunks.
@@ -239,40 +256,47 @@ impl DeltaPrefill {
 
         let state_element = if shape.state_type == 0 { 4 } else { 2 };
         let state = 2 * state_element * work.pieces.len() as u64 * width * HEAD as u64;
-        let (threads, cluster, shared) = match self.hopper {
-            true => (288, 2, HOPPER_SHARED),
-            false => (256, 1, SCAN_SHARED + self.stages as u32 * SCAN_STAGE),
+        let (threads, split, cluster, shared) = match &self.finish {
+            None => (384, HOPPER_SPLIT, HOPPER_SPLIT, HOPPER_SHARED),
+            Some(finish) => (256, SPLIT, 1, SCAN_SHARED + finish.stages as u32 * SCAN_STAGE),
         };
-        let scan = Launch::grid([heads * SPLIT, work.pieces.len() as u32, 1], threads)
+        let read = written + 2 * rows * channels;
+        let outputs = rows * width * if self.finish.is_some() { 2 } else { 2 + 2 };
+        let scan = Launch::grid([heads * split, work.pieces.len() as u32, 1], threads)
             .shared(shared)
             .cluster(cluster)
             .overlapping()
-            .cost(
-                written + state + 2 * rows * (channels - width) + 4 * rows * width,
-                tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 2 * tile_flops),
-            );
-        let args = [
+            .cost(read + state + outputs, tiles * (6 * (CHUNK * HEAD * HEAD) as u64 + 4 * tile_flops));
+        let inputs = [
             Arg::from(&self.conv),
-            Arg::from(&self.u),
-            Arg::from(&self.w),
+            Arg::from(&self.t),
             Arg::from(&self.p),
-            Arg::from(&self.g),
+            Arg::from(&self.decays),
             Arg::from(layer.state),
-            Arg::from(&self.o),
-            Arg::from(pieces),
-            shape_arg,
-            Arg::from(self.stages),
         ];
-        // Hopper's takes no `stages`.
-        let args = &args[..args.len() - usize::from(self.hopper)];
+        let Some(finish) = &self.finish else {
+            let rest = [
+                Arg::from(layer.mixed),
+                Arg::from(layer.norm_weight),
+                Arg::from(layer.window),
+                Arg::from(layer.out),
+                Arg::from(pieces),
+                shape_arg,
+            ];
+            let args: Vec<Arg> = inputs.into_iter().chain(rest).collect();
+            // SAFETY: the arguments are those of Hopper's delta_scan.
+            return unsafe { stream.launch(&self.scan, scan, &args) };
+        };
+        let rest = [Arg::from(&finish.o), Arg::from(pieces), shape_arg, Arg::from(finish.stages)];
+        let args: Vec<Arg> = inputs.into_iter().chain(rest).collect();
         // SAFETY: the arguments are those of delta_scan.
-        unsafe { stream.launch(&self.scan, scan, args) }?;
+        unsafe { stream.launch(&self.scan, scan, &args) }?;
 
         let launch = Launch::grid([heads, chunk_count, 1], 128)
             .overlapping()
-            .cost(rows * width * (4 + 2 + 2), 8 * rows * width);
+            .cost(rows * width * (2 + 2 + 2), 8 * rows * width);
         let args = [
-            Arg::from(&self.o),
+            Arg::from(&finish.o),
             Arg::from(layer.mixed),
             Arg::from(layer.norm_weight),
             Arg::from(layer.window),
@@ -282,6 +306,6 @@ impl DeltaPrefill {
             shape_arg,
         ];
         // SAFETY: the arguments are those of delta_finish.
-        unsafe { stream.launch(&self.finish, launch, &args) }
+        unsafe { stream.launch(&finish.kernel, launch, &args) }
     }
 }

@@ -105,12 +105,21 @@ pub const DELTA_PREFILL: Unit = Unit {
     file: "delta_prefill.cu",
     source: include_str!("../../../../cuda/delta_prefill.cu"),
     defines: &[],
-    hot: &["delta_prepare", "delta_chunks", "delta_scan", "delta_finish"],
+    hot: &["delta_prepare", "delta_chunks", "delta_finish"],
     min_capability: 80,
     max_capability: ANY_LATER,
 };
 
-/// Clusters that share what they read: where a block may have the shared memory for three stages of it.
+pub const DELTA_SCAN: Unit = Unit {
+    file: "delta_scan.cu",
+    source: include_str!("../../../../cuda/delta_scan.cu"),
+    defines: &[],
+    hot: &["delta_scan"],
+    min_capability: 80,
+    max_capability: ANY_LATER,
+};
+
+/// Clusters that share what they read, and warpgroup products: where a block may have the shared memory for three stages of it.
 pub const DELTA_SCAN_HOPPER: Unit = Unit {
     file: "delta_scan_hopper.cu",
     source: include_str!("../../../../cuda/delta_scan_hopper.cu"),
@@ -290,5 +299,6 @@ pub const ALL: &[&Unit] = &[
     &PREFILL_ATTENTION,
     &PREFILL_ATTENTION_HOPPER,
     &DELTA_PREFILL,
+    &DELTA_SCAN,
     &DELTA_SCAN_HOPPER,
 ];
