@@ -45,6 +45,9 @@ DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
     MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
 }
 
+// threadIdx.x / 32, known to the compiler to be the same in all of a warp: what depends on it alone then takes no vector instructions.
+DEVICE u32 warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }
+
 // ---- shared memory ----
 
 DEVICE uint2 load_shared2(u32 address) {
