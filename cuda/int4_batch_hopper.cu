@@ -1,14 +1,22 @@
 // Products of many rows with 4-bit weights on warpgroup products (sm_90a): y[rows, n] = x[rows, k] W[n, k]^T.
 //
-// A weight passes through shared memory in its 4 bits and is dequantised once for N rows of x (int4_wgmma.cuh).
+// W is the A operand, dequantised by each warp into its registers, 16 rows a warp; N rows of x are the B operand, in shared memory.
+// So a weight passes through shared memory in its 4 bits and is dequantised once for N rows of x.
 //
 // A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring, 128 columns of k a step: a thread asks the
 // copy engine for x (128-byte swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, 128-byte swizzle
 // too), a warp brings the scales and zero points. Two blocks of a cluster take neighbouring tiles of W and half of x each,
 // for both. Blocks go from tile to tile; the ring is filled for the next one while sums leave through shared memory.
 //
-// SCALES: scales of 128 columns, 1 for groups of as many and more, 4 for smaller ones.
-#include "int4_wgmma.cuh"
+// Fragments against the packing (int4.cuh): there a lane holds eight neighbouring columns, here x lies in its own order, so
+// lane (group, pair) needs columns 2 * pair, + 1, + 8, + 9 of each 16. It reads words of four lanes, whose swizzled places
+// meet no bank twice, and turns the half it wants to the front.
+//
+// Scales are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint. SCALES: scales of 128 columns, 1 for
+// groups of as many and more, 4 for smaller ones.
+#include "cluster.cuh"
+#include "int4.cuh"
+#include "wgmma.cuh"
 
 struct Int4Batch {
     TensorMap w; // packed words as halves: [units][rows of 128 bytes][64], boxes of a block's units by 4 rows for each 64 columns
@@ -36,6 +44,47 @@ template <int N, int GROUPS, int SCALES> struct Ring {
     static constexpr u32 AT_W = SLOTS * X * BLOCKS, AT_OUT = AT_W + SLOTS * W, AT_S = AT_OUT + GROUPS * OUT,
                          AT_BARRIERS = AT_S + SLOTS * S;
 };
+
+// ---- d[64xN] += a[64x16] b[Nx16]^T; a in registers, b in shared memory with the 16 contiguous ----
+
+#define NAMES_128 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
+    "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+    "%124, %125, %126, %127"
+#define MULTIPLY(N, NAMES, A, B, ...)                                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;"          \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
+    MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", WGMMA_32(0));
+}
+DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
+    MULTIPLY(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", WGMMA_32(0), WGMMA_32(32));
+}
+DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
+    MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
+}
+
+// ---- shared memory ----
+
+DEVICE uint2 load_shared2(u32 address) {
+    uint2 out;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(address) : "memory");
+    return out;
+}
+DEVICE u32 load_shared_byte(u32 address) {
+    u32 out;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
+    return out;
+}
+DEVICE void copy_async_8(u32 to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives on the barrier when this thread's copies so far have landed.
+DEVICE void copy_async_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- tiles ----
 
@@ -130,6 +179,42 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void bring_scales(c
 
 // ---- the warpgroups that multiply ----
 
+// Where a lane finds what it dequantises, in slot 0.
+struct Lane {
+    u32 words, scales, zeros; // addresses; words of both halves together
+    u32 turn;                 // brings the lane's half of a word to the front
+    bool zero_points;
+};
+
+// Scales, twice in a word, and zero points of rows group and group + 8.
+struct Group {
+    u32 low, high;
+    Zeros zeros;
+};
+template <class R> DEVICE Group load_group(const Lane &lane, u32 slot, u32 set) {
+    u32 scale = load_shared(lane.scales + slot * R::S + set * 32);
+    u32 zeros = lane.zero_points ? load_shared_byte(lane.zeros + slot * R::S + set * 8) : 0x88u;
+    return {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232), Zeros(zeros)};
+}
+
+// The fragments of block `block` of 64 columns of a slot, of whose halves the groups are given.
+template <class R> DEVICE void dequantise(u32 (&a)[4][4], const Lane &lane, u32 slot, u32 block, const Group &first, const Group &last) {
+    // A unit is four rows of 128 bytes a block.
+    u32 words = (lane.words ^ block * 64) + slot * R::W + block * 512;
+#pragma unroll
+    for (u32 c = 0; c < 4; c++) { // the lanes that hold columns 8 * c.. of each half
+        uint2 both = load_shared2(words ^ c * 16);
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const Group &of = half ? last : first;
+            u32 word = __byte_perm(half ? both.y : both.x, 0, lane.turn);
+            u32(&to)[4] = a[half * 2 + c / 2];
+            to[c % 2 * 2] = mul_half2(sub_half2(lop_and_or(word, 0x003c003cu, 0x5c005c00u), of.zeros.low), of.low);
+            to[c % 2 * 2 + 1] = mul_half2(sub_half2(lop_and_or(word, 0x03c003c0u, 0x4c004c00u), of.zeros.high), of.high);
+        }
+    }
+}
+
 // A warpgroup's sums to y, by way of `out`, N * 128 bytes of shared memory, in the swizzle of y's boxes.
 template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], u32 out) {
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, w = warp & 3, wg = warp >> 2, group = lane >> 2, pair = lane & 3;
@@ -223,14 +308,12 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles
     Group first = {0, 0, Zeros(0)}, last = first;
     // Fragments of half a step from block `block` of a slot.
     auto prepare = [&](u32(&to)[4][4], u32 half, u32 slot, u32 block) {
-        auto group = [&](u32 set) { return load_group(mine, slot * R::S + set * 32, slot * R::S + set * 8); };
-        Words words = load_words(mine, slot * R::W, block);
         if (SCALES == 1) {
-            if (half == 0) first = group(0);
-            dequantise(to, words, mine.turn, first, first);
+            if (half == 0) first = load_group<R>(mine, slot, 0);
+            dequantise<R>(to, mine, slot, block, first, first);
         } else {
-            first = group(2 * block), last = group(2 * block + 1);
-            dequantise(to, words, mine.turn, first, last);
+            first = load_group<R>(mine, slot, 2 * block), last = load_group<R>(mine, slot, 2 * block + 1);
+            dequantise<R>(to, mine, slot, block, first, last);
         }
     };
     auto multiply_block = [&](const u32(&a)[4][4], u32 slot, u32 block) {
@@ -309,7 +392,6 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void int4_batch(con
     extern "C" __global__ void __launch_bounds__(128 * groups + 128, 1) name(const __grid_constant__ Int4Batch p) { \
         int4_batch<n, groups, cluster, GROUP_SCALES>(p);                                                            \
     }
-KERNEL_OF(int4_batch_32, 32, 3, 1)
 KERNEL_OF(int4_batch_64, 64, 3, 1)
 KERNEL_OF(int4_batch_128, 128, 3, 2)
 KERNEL_OF(int4_batch_256, 256, 2, 2)
