@@ -54,9 +54,6 @@ template <int N, int GROUPS, int SCALES> struct Ring {
 #define MULTIPLY(N, NAMES, A, B, ...)                                                                                      \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;"          \
                  : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b) {
-    MULTIPLY(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", WGMMA_8(0), WGMMA_8(8));
-}
 DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
     MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", WGMMA_32(0));
 }
@@ -395,7 +392,6 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void int4_batch(con
     extern "C" __global__ void __launch_bounds__(128 * groups + 128, 1) name(const __grid_constant__ Int4Batch p) { \
         int4_batch<n, groups, cluster, GROUP_SCALES>(p);                                                            \
     }
-KERNEL_OF(int4_batch_32, 32, 3, 1)
 KERNEL_OF(int4_batch_64, 64, 3, 1)
 KERNEL_OF(int4_batch_128, 128, 3, 2)
 KERNEL_OF(int4_batch_256, 256, 2, 2)

@@ -1,5 +1,5 @@
 // Products with 4-bit weights on warpgroup products (sm_90a), for 9 to 64 rows: W dequantised into registers as the A
-// operand, x from shared memory as the B operand. More rows, and from 17 on those that fill the GPU with fewer tiles, are in
+// operand, x from shared memory as the B operand. More rows, and from 33 on those that fill the GPU with fewer tiles, are in
 // int4_batch_hopper.cu; few rows in int4_ring_hopper.cu.
 //
 // A thread block: 12 warps in three warpgroups, a unit of 16 rows of W each (192 rows: the shapes of the 9B cut by it fill 132

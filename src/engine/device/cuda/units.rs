@@ -249,7 +249,7 @@ pub const INT4_BATCH: Unit = Unit {
     file: "int4_batch_hopper.cu",
     source: include_str!("../../../../cuda/int4_batch_hopper.cu"),
     defines: &[],
-    hot: &["int4_batch_32", "int4_batch_64", "int4_batch_128", "int4_batch_256"],
+    hot: &["int4_batch_64", "int4_batch_128", "int4_batch_256"],
     min_capability: 90,
     max_capability: 90,
 };

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | 1 to 8 on Hopper, groups of 128; to 16 in parts of k or with silu | `int4_ring_*` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
 //! | 1 to 8 elsewhere, and where the ring has no cut | `int4_stream_8*`: memory-bound, straight to registers |
-//! | to `WIDE_ROWS` on Hopper, output whole and without silu; to 16 any | `int4_wide_*`: warpgroup products, W dequantised into registers |
+//! | to `WIDE_ROWS` on Hopper, output whole and without silu; to 32 any | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
 //! | more elsewhere | `int4_expand` and cuBLASLt, or without it, from 33 rows, `int4_tile_*` |
@@ -22,7 +22,7 @@ use crate::{Error, Result};
 /// Rows above which all products are `int4_batch_*`.
 const WIDE_ROWS: usize = 64;
 /// Rows above which those in parts of k, or with as many tiles as gate and up, are.
-const WIDE_ANY_ROWS: usize = 16;
+const WIDE_ANY_ROWS: usize = 32;
 /// To so many rows every product is an `int4_ring_*`; above, only those in parts of k or with silu. (For the inputs of mixers it
 /// is the faster one there too when timed alone, but a step of 16 is 0.12 ms slower with it.)
 const RING_ANY_ROWS: usize = 8;

@@ -35,8 +35,7 @@ struct Shape {
     tile_ns: usize,
 }
 
-const SHAPES: [Shape; 4] = [
-    Shape { name: "int4_batch_32", batch: 32, groups: 3, cluster: 1, step_ns: 500, tile_ns: 3000 },
+const SHAPES: [Shape; 3] = [
     Shape { name: "int4_batch_64", batch: 64, groups: 3, cluster: 1, step_ns: 670, tile_ns: 3000 },
     Shape { name: "int4_batch_128", batch: 128, groups: 3, cluster: 2, step_ns: 1100, tile_ns: 3000 },
     Shape { name: "int4_batch_256", batch: 256, groups: 2, cluster: 2, step_ns: 1360, tile_ns: 3000 },
@@ -127,7 +126,7 @@ impl Int4BatchProducts {
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let kernels = |unit: &'static Unit| -> Result<[Kernel; SHAPES.len()]> {
             let kernel = |shape: &Shape| gpu.kernel(unit, shape.name);
-            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?, kernel(&SHAPES[3])?])
+            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?])
         };
         Ok(Self {
             kernels: [kernels(&units::INT4_BATCH)?, kernels(&units::INT4_BATCH_SMALL_GROUPS)?],
@@ -240,6 +239,9 @@ mod tests {
         assert_eq!(name(128, 12288, 4096, 1), (64, 128, 1));
         assert_eq!(name(128, 24576, 4096, 1), (128, 64, 1));
         assert_eq!(name(128, 4096, 12288, 8), (128, 66, 6));
+        assert_eq!(name(33, 4096, 4096, 8), (64, 132, 6));
+        assert_eq!(name(64, 4096, 4096, 8), (64, 132, 6));
+        assert_eq!(name(64, 4096, 12288, 8), (64, 132, 6));
         assert_eq!(name(256, 12288, 4096, 1), (128, 64, 1));
         assert_eq!(name(256, 24576, 4096, 1), (128, 128, 1));
         for n in [12288, 24576, 4096] {
