@@ -25,11 +25,9 @@
 
 #define LOG2_E 1.4426950408889634f
 #define AHEAD 8  // rows of inputs that a lane of the convolution has in flight
-#if __CUDA_ARCH__ >= 900
-#define CHUNKS_BLOCKS 5 // blocks of delta_chunks a multiprocessor has registers for
-#else
-#define CHUNKS_BLOCKS 4 // what shared memory allows; with registers for five sm_80 spills
-#endif
+// Blocks that a multiprocessor has registers for: with one more, sm_80 and sm_120 spill in delta_chunks and sm_120 in delta_prepare.
+#define CHUNKS_BLOCKS (__CUDA_ARCH__ == 900 ? 5 : 4)
+#define PREPARE_BLOCKS (__CUDA_ARCH__ > 900 ? 3 : 4)
 #define PITCH 68 // floats in a row of a 64 x 64 fp32 tile: 16-byte aligned, rows shifted by four banks
 
 // ---- convolution, SiLU, L2 norms, gates ----
@@ -122,7 +120,7 @@ DEVICE void convolve(const f16 *mixed, const float *taps, const f16 *window, f16
 
 // Grid (heads of q, k, v / 2 rounded up + value_heads / 4 rounded up, chunks), 128 threads. In the first blocks a warp takes 16 tokens
 // of two heads, eight channels a lane, and slides over them; in the others it makes the gates of a value head.
-KERNEL __launch_bounds__(128, 4) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
+KERNEL __launch_bounds__(128, PREPARE_BLOCKS) delta_prepare(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
                                                const f16 *window, f16 *conv, float *g_out, float *beta_out, const Piece *pieces,
                                                const int2 *chunks, const Shape shape) {
     wait_for_previous_kernel();
