@@ -12,6 +12,7 @@ use crate::engine::account::Ceilings;
 use crate::engine::device::cpu::CpuDevice;
 use crate::engine::device::{Device, cuda};
 use crate::experiment::record::build_id;
+use crate::hardware;
 use crate::measure::roofs;
 use crate::report::numbers::{bytes, number};
 use crate::report::table;
@@ -119,7 +120,20 @@ impl DoctorFlags {
         }
         output::note(&format!("measuring {} ...", info.name));
         match measure(device) {
-            Ok((ceilings, range)) => ceiling_lines(part, &ceilings, range, lines),
+            Ok((ceilings, range)) => {
+                ceiling_lines(part, &ceilings, range, lines);
+                if let Some(gpu) = hardware::by_product_name(&info.name) {
+                    lines.push(line(
+                        part,
+                        "data sheet",
+                        format!(
+                            "{}/s, {} GFLOP/s dense fp16",
+                            bytes(gpu.sheet_bytes_per_s),
+                            number(gpu.sheet_flops_per_s / 1e9)
+                        ),
+                    ));
+                }
+            }
             Err(error) => lines.push(line(part, "ceilings", sentence(&error))),
         }
     }
@@ -145,7 +159,7 @@ fn measure(device: &mut dyn Device) -> Result<(Ceilings, (f64, f64))> {
 fn ceiling_lines(part: &str, ceilings: &Ceilings, (least, most): (f64, f64), lines: &mut Vec<Line>) {
     let wandered = if roofs::far(least, most) {
         format!(
-            " at best, {}/s at another moment: other machines of this host use its memory too",
+            " at best, {}/s at another moment: other programs or machines use this memory too",
             bytes(least)
         )
     } else {

@@ -1,5 +1,6 @@
 //! What `run` and `sweep` share: from options to a finished results folder and a table on stdout.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -76,7 +77,9 @@ pub fn execute(request: &Request) -> Result<()> {
     let flags = &request.output;
     let (rig, reason) = device::rig(&options.device)?;
     let plan = build_plan(options, &rig)?;
-    let threads = plan.arms.first().and_then(|arm| arm.engine.threads);
+    // Where arms differ, the device opens with its own number, which `auto` then means.
+    let all_threads: BTreeSet<Option<usize>> = plan.arms.iter().map(|arm| arm.engine.threads).collect();
+    let threads = all_threads.first().copied().flatten().filter(|_| all_threads.len() == 1);
     let mut device = device::open(&options.device, threads)?.device;
     warn_of_memory(device.as_ref());
     let mut prepared = prepare(&plan, device.as_ref())?;

@@ -270,7 +270,14 @@ impl RunRecord {
     /// Puts what is to be said of the ceilings of the whole run in place of what was said before it was resumed.
     pub fn warn_of_ceilings(&mut self) {
         self.warnings.retain(|warning| !warning.starts_with(roofs::WARNING));
-        self.warnings.extend(roofs::warnings(&self.arm_ceilings));
+        let alike = |name: &str| {
+            let arm = self.plan.arms.iter().find(|arm| arm.name == name);
+            arm.map_or(String::new(), |arm| {
+                format!("{} {:?} {:?}", arm.model, arm.engine.threads, arm.engine.cpu_math)
+            })
+        };
+        let warnings = roofs::warnings(&self.arm_ceilings, alike);
+        self.warnings.extend(warnings);
     }
 
     /// Reads a record of an earlier version, without the keys that are no more; what they were is a warning.

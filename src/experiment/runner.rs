@@ -346,7 +346,12 @@ impl Runner<'_> {
         let progress = &mut *self.progress;
         let mut record =
             drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
-        let around = before.zip(self.device.ceilings_now()?).map(|(before, after)| ArmCeilings {
+        // (The arm is done: it is not lost for a reading that fails.)
+        let after = self.device.ceilings_now().unwrap_or_else(|error| {
+            self.record.warnings.push(format!("{}: ceilings after it were not measured: {error}", arm.name));
+            before
+        });
+        let around = before.zip(after).map(|(before, after)| ArmCeilings {
             arm: arm.name.clone(),
             repeat: cell.repeat as u32,
             before,

@@ -3,11 +3,13 @@
 //!
 //! The memory of a shared host gives a virtual machine now twice what it gives then, for seconds or minutes, so that a
 //! ceiling measured as a run starts says nothing of an arm that runs later: shares of 116 % have been read. An arm is judged
-//! by the better of what was measured right before and right after its measured pass (after its warm-up, and with a block
+//! by the better of what was measured right before and right after its measured pass (after its warm-up; a traced pass likewise, and with a block
 //! of its own model's size), figure by figure: a ceiling is the most that anything could have reached meanwhile, and of two
 //! readings the lower one may be of a state that began or ended at its edge. An arm across which the memory slowed down
 //! is thus given too low a share rather than too high a one. What happens between both readings only is not seen:
 //! a share beyond 1 then says so, and is marked.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -110,11 +112,22 @@ pub fn typical<'a>(all: impl Iterator<Item = &'a ArmCeilings>) -> Option<Ceiling
     })
 }
 
-/// What a reader must know before comparing arms of this run.
-pub fn warnings(all: &[ArmCeilings]) -> Vec<String> {
+/// What a reader must know before comparing arms of this run. Readings are compared where `alike` says the same of two arms: another
+/// model, arithmetic or number of threads has other ceilings.
+pub fn warnings(all: &[ArmCeilings], alike: impl Fn(&str) -> String) -> Vec<String> {
+    let mut groups: BTreeMap<String, Vec<&ArmCeilings>> = BTreeMap::new();
+    for arm in all {
+        groups.entry(alike(&arm.arm)).or_default().push(arm);
+    }
+    // Of the group whose readings are furthest apart.
     let range = |figure: fn(&Ceilings) -> f64| {
-        let figures = || all.iter().flat_map(|arm| [figure(&arm.before), figure(&arm.after)]);
-        (figures().fold(f64::INFINITY, f64::min), figures().fold(0.0, f64::max))
+        let of_group = |arms: &Vec<&ArmCeilings>| {
+            let figures = || arms.iter().flat_map(|arm| [figure(&arm.before), figure(&arm.after)]);
+            (figures().fold(f64::INFINITY, f64::min), figures().fold(0.0, f64::max))
+        };
+        let ratio = |(least, most): &(f64, f64)| most / least;
+        let ranges = groups.values().map(of_group);
+        ranges.max_by(|one, other| ratio(one).total_cmp(&ratio(other))).unwrap_or_default()
     };
     let mut warnings = Vec::new();
     let (least, most) = range(|ceilings| ceilings.read_bytes_per_s);
@@ -217,12 +230,22 @@ mod tests {
         assert_eq!(beyond[2].status, "warning");
     }
 
+    fn same(_: &str) -> String {
+        String::new()
+    }
+
     #[test]
     fn a_run_whose_memory_moved_says_between_what() {
         let level = [arm(0, ceilings(46e9, 190e9), ceilings(47e9, 191e9))];
-        assert!(warnings(&level).is_empty() && warnings(&[]).is_empty());
+        assert!(warnings(&level, same).is_empty() && warnings(&[], same).is_empty());
         let moved = [level[0].clone(), arm(1, ceilings(46e9, 190e9), ceilings(85e9, 150e9))];
-        let warnings = warnings(&moved);
+        // Arms that nobody would compare say nothing of each other.
+        let other =
+            ArmCeilings { arm: "other".into(), ..arm(1, ceilings(85e9, 400e9), ceilings(86e9, 401e9)) };
+        let two = [level[0].clone(), other];
+        assert!(warnings(&two, str::to_string).is_empty());
+        assert_eq!(warnings(&two, same).len(), 2);
+        let warnings = warnings(&moved, same);
         assert!(warnings[0].contains("between 46.0 and 85.0 GB/s"), "{warnings:?}");
         assert!(warnings[1].contains("150 to 191 GFLOP/s"), "{warnings:?}");
         assert!(warnings.iter().all(|warning| warning.starts_with(WARNING)));

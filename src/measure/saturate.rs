@@ -179,9 +179,11 @@ fn between(keeps: f64, breaks: f64, precision: f64) -> f64 {
     rounded.into_iter().find(near).unwrap_or(middle)
 }
 
-/// To three digits, so that the arm of a measured rate has a name a person can read.
+/// Down to three digits, so that the arm of a measured rate has a name a person can read.
 fn rounded(per_s: f64) -> f64 {
-    format!("{per_s:.2e}").parse().unwrap_or(per_s)
+    let parse = |rate: f64| format!("{rate:.2e}").parse().unwrap_or(per_s);
+    let near: f64 = parse(per_s);
+    if near <= per_s { near } else { parse(near - 10f64.powf(per_s.log10().floor() - 2.0)) }
 }
 
 /// Whether a run that kept the limits lasted.

@@ -30,7 +30,8 @@ fn claims_text(claims: &[Verdict], all: bool) -> String {
     }
     let mut lines: String = shown.iter().map(|verdict| format!("- {}\n", verdict.line())).collect();
     if hidden > 0 {
-        lines += &format!("- {hidden} more not comparable on this rig; report.md lists them\n");
+        let more = if shown.is_empty() { "" } else { " more" };
+        lines += &format!("- {hidden}{more} not comparable on this rig; report.md lists them\n");
     }
     format!("\nClaims:\n\n{lines}")
 }

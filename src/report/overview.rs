@@ -5,6 +5,8 @@ use super::results::RunResults;
 use super::table;
 use crate::Result;
 use crate::cli::flags::Format;
+use crate::experiment::record::RunRecord;
+use crate::hardware;
 use crate::measure::quantile::supported;
 use crate::measure::summary::Summary;
 
@@ -115,10 +117,25 @@ fn legend(results: &RunResults) -> String {
     };
     format!(
         "{loads}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
-         bandwidth or arithmetic{}",
+         bandwidth or arithmetic{}{}",
         if record.ceilings.measured { "measured" } else { "nominal" },
         if record.arm_ceilings.is_empty() { "" } else { ", as measured right before and after the arm" },
+        sheet(record),
     )
+}
+
+/// Of a real GPU that is known: its measured roofs with the data sheet's beside them.
+fn sheet(record: &RunRecord) -> String {
+    let gpu = hardware::by_product_name(&record.device.name).filter(|_| !record.device.simulated);
+    gpu.map_or(String::new(), |gpu| {
+        format!(
+            ": {:.2} TB/s and {:.0} TFLOP/s here, {:.2} and {:.0} on the data sheet",
+            record.ceilings.read_bytes_per_s / 1e12,
+            record.ceilings.flops_per_s / 1e12,
+            gpu.sheet_bytes_per_s / 1e12,
+            gpu.sheet_flops_per_s / 1e12,
+        )
+    })
 }
 
 /// One line for a finished arm, on stderr while the run goes on.
