@@ -69,34 +69,32 @@ DEVICE void multiply_state(float (&sum)[4][4], const u32 (&a)[HEAD / 16][4], u32
     }
 }
 
-// The residual V - e^G K S of this warp's rows, as fp16.
-DEVICE void store_residual(const float (&product)[4][4], u32 value_tile, const float *decay, u32 to, int warp) {
+// For each two neighbours of this lane in 16 rows by 32 columns, elements i and i + 1 of fragment n: their row and their
+// offset in a tile.
+template <class Body> DEVICE void for_pairs(int warp, Body body) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int row = warp * 16 + lane / 4 + half * 8;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            u32 at = unit_64(0, row, n) + lane % 4 * 4;
-            float2 v = unpack_half2(load_shared(value_tile + at));
-            store_shared(to + at, pack_half2(v.x - decay[row] * product[n][half * 2], v.y - decay[row] * product[n][half * 2 + 1]));
-        }
+        for (int n = 0; n < 4; n++) body(row, unit_64(0, row, n) + lane % 4 * 4, n, half * 2);
     }
+}
+
+// The residual V - e^G K S of this warp's rows, as fp16.
+DEVICE void store_residual(const float (&product)[4][4], u32 value_tile, const float *decay, u32 to, int warp) {
+    for_pairs(warp, [&](int row, u32 at, int n, int i) {
+        float2 v = unpack_half2(load_shared(value_tile + at));
+        store_shared(to + at, pack_half2(v.x - decay[row] * product[n][i], v.y - decay[row] * product[n][i + 1]));
+    });
 }
 
 // V' of this warp's rows, as fp16, and scaled by e^(G_last - G).
 DEVICE void store_values(const float (&v)[4][4], const float *to_end, u32 v_tile, u32 scaled_tile, int warp) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int row = warp * 16 + lane / 4 + half * 8;
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            u32 at = unit_64(0, row, n) + lane % 4 * 4;
-            store_shared(v_tile + at, pack_half2(v[n][half * 2], v[n][half * 2 + 1]));
-            store_shared(scaled_tile + at, pack_half2(v[n][half * 2] * to_end[row], v[n][half * 2 + 1] * to_end[row]));
-        }
-    }
+    for_pairs(warp, [&](int row, u32 at, int n, int i) {
+        store_shared(v_tile + at, pack_half2(v[n][i], v[n][i + 1]));
+        store_shared(scaled_tile + at, pack_half2(v[n][i] * to_end[row], v[n][i + 1] * to_end[row]));
+    });
 }
 
 // S = e^G_last S + K^T (scaled V').

@@ -174,8 +174,7 @@ impl SaturateFlags {
         options.search = Some(span);
         options.sweep = vec![("request_rate".to_string(), span.start.to_string())];
         self.plan.lay_over(&mut options)?;
-        let written = options.load.iter().any(|key| key.trim_start().starts_with("prompts"));
-        if !written {
+        if !plan::load_says(&options.load, "prompts") {
             options.prompts.get_or_insert(PROMPTS);
         }
         Ok((options, span))

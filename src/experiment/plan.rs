@@ -308,6 +308,11 @@ fn assignments(options: &PlanOptions) -> Result<Vec<(&'static Knob, Setting)>> {
     options.set.iter().map(|text| knobs::parse_assignment(text)).collect()
 }
 
+/// Whether one of these texts of `--load` sets a key, or a part of it.
+pub fn load_says(texts: &[String], key: &str) -> bool {
+    texts.iter().any(|text| load_keys(text).is_ok_and(|keys| keys.contains_key(key)))
+}
+
 /// What one `--load` says.
 fn load_keys(text: &str) -> Result<Table> {
     let wrong = |error: toml::de::Error| {

@@ -1,4 +1,5 @@
 use std::io::Read;
+use std::path::Path;
 
 use crate::env::{Ran, SMALL, TestEnv, read};
 
@@ -328,4 +329,17 @@ fn part_1_judges_the_step_by_the_load_it_was_published_for() {
     let record: serde_json::Value = serde_json::from_str(&read(&env.results("o")[0], "run.json")).unwrap();
     let reasons = record["claims"].as_array().unwrap().iter().map(|claim| claim["reason"].as_str().unwrap());
     assert_eq!(reasons.filter(|reason| *reason == "arm decode-* was not run").count(), 2);
+}
+
+#[test]
+fn a_known_gpu_has_its_data_sheet_beside_the_measured_roofs() {
+    let env = TestEnv::new();
+    let run = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/h200/part6-quantization/2026-11-30");
+    std::fs::create_dir(env.path().join("run")).unwrap();
+    for file in ["run.json", "summary.csv"] {
+        std::fs::copy(run.join(file), env.path().join("run").join(file)).unwrap();
+    }
+    let report = env.run("report run").ok();
+    let roofs = "4.27 TB/s and 901 TFLOP/s here, 4.80 and 989 on the data sheet";
+    assert!(report.stdout.contains(roofs), "{}", report.stdout);
 }

@@ -105,6 +105,11 @@ fn saturate_finds_the_rate_a_queue_can_take() {
     assert!(found["keeps"]["goodput"].as_f64().unwrap() > 50.0);
     env.run("saturate --slo ttft_p98=3 --device sim:fixed").fails(2, "ttft_p98", "ttft");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --prompts 10").fails(2, "10 requests", "--prompts");
+    env.run("saturate --slo ttft_p99=3 --device sim:fixed --load prompts=10").fails(
+        2,
+        "10 requests",
+        "--prompts",
+    );
 }
 
 /// A sweep that was killed after `cells` finished ones, in the middle of a row.

@@ -173,3 +173,8 @@ fn a_sweep_ends_once_over_saturation_is_certain() {
     still_rising.observe(rate(20.0), 9.0);
     assert!(!still_rising.skips(rate(40.0)));
 }
+
+#[test]
+fn a_measured_rate_is_rounded_down() {
+    assert_eq!([1858.0, 22.46, 0.99999, 100.0].map(rounded), [1850.0, 22.4, 0.999, 100.0]);
+}

@@ -129,12 +129,8 @@ struct Finish {
 }
 
 impl DeltaPrefill {
-    /// Bytes of workspace for steps of at most `rows` prompt tokens in at most `pieces` prompt chunks.
-    pub fn workspace_bytes(shape: &DeltaShape, rows: usize, pieces: usize) -> u64 {
-        Self::sizes(shape, rows, pieces).iter().sum()
-    }
-
-    /// conv, T, P, G, beta, decays, o.
+    /// Bytes of workspace for steps of at most `rows` prompt tokens in at most `pieces` prompt chunks: conv, T, P, G, beta, decays, and
+    /// o where the scan leaves its outputs to another kernel.
     fn sizes(shape: &DeltaShape, rows: usize, pieces: usize) -> [u64; 7] {
         let chunks = Work::max_chunks(rows, pieces);
         let tiles = (chunks * shape.value_heads as usize) as u64;

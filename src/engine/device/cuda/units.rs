@@ -156,23 +156,21 @@ pub const PRODUCTS_SMALL: Unit = Unit {
 
 /// One for each number of rows of x: a file of many large kernels would be what all others wait for.
 pub const PRODUCTS_HOPPER: [Unit; 5] = {
-    const fn of(columns: &'static [(&'static str, &'static str)], hot: &'static [&'static str]) -> Unit {
-        Unit {
-            file: "products_hopper.cu",
-            source: include_str!("../../../../cuda/products_hopper.cu"),
-            defines: columns,
-            hot,
-            min_capability: 90,
-            max_capability: 90,
-        }
-    }
     use super::batch_product::NAMES;
+    const ANY: Unit = Unit {
+        file: "products_hopper.cu",
+        source: include_str!("../../../../cuda/products_hopper.cu"),
+        defines: &[],
+        hot: &[],
+        min_capability: 90,
+        max_capability: 90,
+    };
     [
-        of(&[("COLUMNS", "8")], &NAMES[0]),
-        of(&[("COLUMNS", "16")], &NAMES[1]),
-        of(&[("COLUMNS", "32")], &NAMES[2]),
-        of(&[("COLUMNS", "64")], &NAMES[3]),
-        of(&[("COLUMNS", "128")], &NAMES[4]),
+        Unit { defines: &[("COLUMNS", "8")], hot: &NAMES[0], ..ANY },
+        Unit { defines: &[("COLUMNS", "16")], hot: &NAMES[1], ..ANY },
+        Unit { defines: &[("COLUMNS", "32")], hot: &NAMES[2], ..ANY },
+        Unit { defines: &[("COLUMNS", "64")], hot: &NAMES[3], ..ANY },
+        Unit { defines: &[("COLUMNS", "128")], hot: &NAMES[4], ..ANY },
     ]
 };
 
@@ -187,23 +185,21 @@ pub const GEMM_HOPPER: Unit = Unit {
 
 /// One for each number of rows of W.
 pub const PRODUCTS_WIDE: [Unit; 5] = {
-    const fn of(tallest: &'static [(&'static str, &'static str)], hot: &'static [&'static str]) -> Unit {
-        Unit {
-            file: "products_wide.cu",
-            source: include_str!("../../../../cuda/products_wide.cu"),
-            defines: tallest,
-            hot,
-            min_capability: 90,
-            max_capability: 90,
-        }
-    }
-    use super::batch_product::WIDE_NAMES;
+    use super::batch_product::WIDE_NAMES as NAMES;
+    const ANY: Unit = Unit {
+        file: "products_wide.cu",
+        source: include_str!("../../../../cuda/products_wide.cu"),
+        defines: &[],
+        hot: &[],
+        min_capability: 90,
+        max_capability: 90,
+    };
     [
-        of(&[("TALLEST", "80")], &WIDE_NAMES[0]),
-        of(&[("TALLEST", "96")], &WIDE_NAMES[1]),
-        of(&[("TALLEST", "112")], &WIDE_NAMES[2]),
-        of(&[("TALLEST", "128")], &WIDE_NAMES[3]),
-        of(&[("TALLEST", "144")], &WIDE_NAMES[4]),
+        Unit { defines: &[("TALLEST", "80")], hot: &NAMES[0], ..ANY },
+        Unit { defines: &[("TALLEST", "96")], hot: &NAMES[1], ..ANY },
+        Unit { defines: &[("TALLEST", "112")], hot: &NAMES[2], ..ANY },
+        Unit { defines: &[("TALLEST", "128")], hot: &NAMES[3], ..ANY },
+        Unit { defines: &[("TALLEST", "144")], hot: &NAMES[4], ..ANY },
     ]
 };
 
