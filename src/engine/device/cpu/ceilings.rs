@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::gemm;
+use super::gemm::{self, Arithmetic};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
 use super::model::lock;
@@ -203,7 +203,7 @@ fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {
 /// latency of the multipliers.
 fn flop_rate(pool: &mut Pool, isa: Isa, math: CpuMath) -> f64 {
     let rounds = 400_000;
-    let threads = pool.threads();
+    let (threads, math) = (pool.threads(), Arithmetic::of(math));
     let flops_per_round = gemm::multiply_add_flops(isa, math);
     let start = Instant::now();
     pool.run(&|_| {

@@ -14,8 +14,8 @@ use super::capture::Capture;
 use super::delta::{self, Mix};
 use super::gemm::int16::{Int16Activations, RoundTile, Rounded, group_of};
 use super::gemm::{
-    Activations, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair, for_each_tile,
-    max_tile, prefetches_ahead,
+    Activations, Arithmetic, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair,
+    for_each_tile, max_tile, prefetches_ahead,
 };
 use super::isa::{Arch, Isa, Work};
 use super::lanes;
@@ -25,7 +25,6 @@ use super::model::{LayerWeights, MixerWeights, Weights};
 use super::pool::{Ahead, Pool};
 use super::trace::Trace;
 use crate::Result;
-use crate::engine::config::CpuMath;
 use crate::engine::model::quantize::inputs::Point;
 
 /// Buffers of a session, grown to the largest step seen.
@@ -191,7 +190,7 @@ impl Forward<'_> {
         matrices: impl Iterator<Item = &'m Matrix>,
     ) -> Result<Vec<Rounded>> {
         let mut all: Vec<Rounded> = Vec::new();
-        if self.weights.math != CpuMath::Int16 {
+        if self.weights.math != Arithmetic::Int16 {
             return Ok(all);
         }
         let isa = self.isa();

@@ -81,7 +81,7 @@ impl CpuDevice {
                 ("cores".to_string(), cores.to_string()),
                 ("threads".to_string(), threads.to_string()),
                 ("instructions".to_string(), isa.name().to_string()),
-                ("bf16 products".to_string(), if isa::has_bf16() { "yes" } else { "no" }.to_string()),
+                ("bf16 products".to_string(), isa::bf16_products().to_string()),
                 ("huge pages".to_string(), huge_pages()),
             ],
         };

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::attention::{AttentionWeights, MAX_HEAD_DIM};
 use super::delta::{DeltaWeights, MAX_REPEATS};
+use super::gemm::Arithmetic;
 use super::isa::{self, Isa};
 use super::matrix::{Arena, Matrix, Packing};
 use super::pool::Pool;
@@ -34,7 +35,7 @@ pub struct Weights {
     /// Dropped first.
     _fence: Fence,
     pub layout: ModelLayout,
-    pub math: CpuMath,
+    pub math: Arithmetic,
     pub isa: Isa,
     pub embedding: Matrix,
     /// `None`: the embedding.
@@ -266,7 +267,7 @@ impl CpuModel {
         let weights = Weights {
             _fence: Fence(Arc::clone(pool)),
             layout: layout.clone(),
-            math: options.cpu_math,
+            math: Arithmetic::of(options.cpu_math),
             isa: Isa::detect(),
             embedding,
             head,

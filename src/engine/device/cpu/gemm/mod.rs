@@ -24,7 +24,7 @@ mod tests;
 
 use std::ops::Range;
 
-use super::isa::{Isa, has_vnni};
+use super::isa::{self, Isa, has_vnni};
 use super::matrix::{Matrix, PANEL, Packing};
 use super::pool::{Ahead, Pool, share};
 use crate::engine::config::CpuMath;
@@ -33,6 +33,28 @@ pub use packed::{Activations, Packed, Tiling};
 
 /// Most tokens of a tile: 24 sums of 16 lanes and what they need fill the 32 AVX-512 registers.
 pub const MAX_TILE: usize = 12;
+
+/// How products are computed: what [`CpuMath`] asks for, as this CPU does it fastest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arithmetic {
+    F32,
+    /// Pairs of bf16 by one instruction (AVX512-BF16).
+    Bf16Pairs,
+    /// The same operands, rounded to bf16, by multiply-adds of f32.
+    Bf16InF32,
+    Int16,
+}
+
+impl Arithmetic {
+    pub fn of(math: CpuMath) -> Self {
+        match math {
+            CpuMath::F32 => Self::F32,
+            CpuMath::Bf16 if isa::has_fast_bf16() => Self::Bf16Pairs,
+            CpuMath::Bf16 => Self::Bf16InF32,
+            CpuMath::Int16 => Self::Int16,
+        }
+    }
+}
 
 /// Elements of a tile's operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,25 +190,23 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
 }
 
 /// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them.
-fn rows(isa: Isa, packing: Packing, math: CpuMath) -> Option<[RowsFn; ROW_PANELS]> {
+fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
     match (isa, packing, math) {
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F16, _) => Some(avx512::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Packing::Bf16, CpuMath::F32 | CpuMath::Int16) => {
-            Some(avx512::rows_of(Element::Bf16Pairs))
-        }
+        (Isa::Avx512, Packing::Bf16, Arithmetic::Bf16Pairs) => Some(avx512::bf16_rows_of()),
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Packing::Bf16, CpuMath::Bf16) => Some(avx512::bf16_rows_of()),
+        (Isa::Avx512, Packing::Bf16, _) => Some(avx512::rows_of(Element::Bf16Pairs)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::F32, _) => Some(avx2::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::F16, _) => Some(avx2::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::Bf16, _) => Some(avx2::rows_of(Element::Bf16Pairs)),
-        (_, Packing::Int4 { zero_points, bf16_scales, .. }, CpuMath::Int16)
+        (_, Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Int16)
             if int16::group_of(packing).is_some() =>
         {
             int16::rows(isa, zero_points, bf16_scales)
@@ -210,36 +230,36 @@ fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn
 }
 
 /// FLOPs of one round of [`multiply_add_rounds`].
-pub fn multiply_add_flops(isa: Isa, math: CpuMath) -> usize {
+pub fn multiply_add_flops(isa: Isa, math: Arithmetic) -> usize {
     match (isa, math) {
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::Int16) if has_vnni() => 4 * 16 * int16_avx512::ROUND_SUMS,
+        (Isa::Avx512, Arithmetic::Int16) if has_vnni() => 4 * 16 * int16_avx512::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512 | Isa::Avx2, CpuMath::Int16) => 2 * 16 * int16_avx2::ROUND_SUMS,
+        (Isa::Avx512 | Isa::Avx2, Arithmetic::Int16) => 2 * 16 * int16_avx2::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::F32) => 2 * 16 * avx512::ROUND_SUMS,
+        (Isa::Avx512, Arithmetic::F32 | Arithmetic::Bf16InF32) => 2 * 16 * avx512::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::Bf16) => 4 * 16 * avx512::ROUND_SUMS,
+        (Isa::Avx512, Arithmetic::Bf16Pairs) => 4 * 16 * avx512::ROUND_SUMS,
         (Isa::Avx2, _) => 2 * 8 * 12,
         _ => 2 * 16 * 8,
     }
 }
 
 /// Rounds of independent multiply-adds in registers: what the multipliers can do at most.
-pub fn multiply_add_rounds(isa: Isa, math: CpuMath, rounds: usize) -> f32 {
+pub fn multiply_add_rounds(isa: Isa, math: Arithmetic, rounds: usize) -> f32 {
     match (isa, math) {
         // SAFETY: the CPU was asked.
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::Int16) if has_vnni() => unsafe { int16_avx512::rounds(rounds) },
+        (Isa::Avx512, Arithmetic::Int16) if has_vnni() => unsafe { int16_avx512::rounds(rounds) },
         // SAFETY: a value of these variants comes from `detect`, and AVX-512 implies AVX2 there.
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512 | Isa::Avx2, CpuMath::Int16) => unsafe { int16_avx2::rounds(rounds) },
+        (Isa::Avx512 | Isa::Avx2, Arithmetic::Int16) => unsafe { int16_avx2::rounds(rounds) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::F32) => unsafe { avx512::rounds(rounds) },
+        (Isa::Avx512, Arithmetic::F32 | Arithmetic::Bf16InF32) => unsafe { avx512::rounds(rounds) },
         // SAFETY: bf16 arithmetic was checked when it was chosen.
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, CpuMath::Bf16) => unsafe { avx512::bf16_rounds(rounds) },
+        (Isa::Avx512, Arithmetic::Bf16Pairs) => unsafe { avx512::bf16_rounds(rounds) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, _) => unsafe { avx2::rounds(rounds) },
@@ -257,10 +277,10 @@ pub fn max_tile(isa: Isa) -> usize {
 }
 
 /// Most tokens of a product's tile in this arithmetic.
-fn max_tile_of(isa: Isa, math: CpuMath) -> usize {
+fn max_tile_of(isa: Isa, math: Arithmetic) -> usize {
     match math {
-        CpuMath::Int16 => max_tile(isa).min(int16::max_tokens(isa)),
-        CpuMath::F32 | CpuMath::Bf16 => max_tile(isa),
+        Arithmetic::Int16 => max_tile(isa).min(int16::max_tokens(isa)),
+        _ => max_tile(isa),
     }
 }
 
@@ -289,10 +309,10 @@ impl<'a> Product<'a> {
             (Packing::F32, _) => dense(isa, Element::F32, tokens),
             (Packing::F16, _) => dense(isa, Element::F16, tokens),
             #[cfg(target_arch = "x86_64")]
-            (Packing::Bf16, CpuMath::Bf16) => avx512::bf16(tokens),
+            (Packing::Bf16, Arithmetic::Bf16Pairs) => avx512::bf16(tokens),
             (Packing::Bf16, _) => dense(isa, Element::Bf16Pairs, tokens),
             #[cfg(target_arch = "x86_64")]
-            (Packing::Int4 { zero_points, bf16_scales, .. }, CpuMath::Bf16) => {
+            (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Bf16Pairs) => {
                 avx512::int4_bf16(zero_points, bf16_scales, tokens)
             }
             (Packing::Int4 { zero_points, bf16_scales, .. }, _) if rounded.is_some() => {

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use super::{ACTIVATION_BLOCK_BYTES, MAX_TILE, max_tile_of};
+use super::{ACTIVATION_BLOCK_BYTES, Arithmetic, MAX_TILE, max_tile_of};
 use crate::Result;
-use crate::engine::config::CpuMath;
 use crate::engine::device::cpu::isa::Isa;
 use crate::engine::device::cpu::memory::{Scratch, Shared};
 
@@ -47,15 +46,15 @@ pub struct Packed {
     padded: usize,
     values: Shared<f32>,
     pairs: Shared<u32>,
-    pub(super) math: CpuMath,
+    pub(super) math: Arithmetic,
 }
 
 impl Packed {
     /// Bytes of all rows.
     pub fn bytes(&self) -> usize {
         let element = match self.math {
-            CpuMath::F32 | CpuMath::Int16 => 4,
-            CpuMath::Bf16 => 2,
+            Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 => 4,
+            Arithmetic::Bf16Pairs => 2,
         };
         self.tiling.rows * self.padded * element
     }
@@ -63,11 +62,11 @@ impl Packed {
 
 impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
-    pub fn shape(&mut self, isa: Isa, math: CpuMath, rows: usize, cols: usize) -> Result<Packed> {
+    pub fn shape(&mut self, isa: Isa, math: Arithmetic, rows: usize, cols: usize) -> Result<Packed> {
         let padded = cols.next_multiple_of(2);
         match math {
-            CpuMath::F32 | CpuMath::Int16 => self.values.reserve(rows * padded)?,
-            CpuMath::Bf16 => self.pairs.reserve(rows * padded / 2)?,
+            Arithmetic::Bf16Pairs => self.pairs.reserve(rows * padded / 2)?,
+            _ => self.values.reserve(rows * padded)?,
         }
         Ok(Packed {
             tiling: Tiling::new(rows, max_tile_of(isa, math)),
@@ -86,7 +85,7 @@ impl Packed {
     /// A tile's columns are written in the order they lie in memory, by one thread, so that threads never share a line.
     ///
     /// # Safety
-    /// No other thread writes these columns of this tile. In bf16 arithmetic columns lie in pairs, so `first` is even and
+    /// No other thread writes these columns of this tile. Where columns of bf16 lie in pairs, `first` is even and
     /// `columns` is even or ends at the last column.
     #[inline(always)]
     pub unsafe fn write(
@@ -97,21 +96,54 @@ impl Packed {
         value: impl Fn(usize, usize) -> f32,
     ) {
         debug_assert!(first + columns <= self.cols);
-        let (start, tokens) = self.tiling.tile(tile);
-        if self.math == CpuMath::Bf16 {
-            // SAFETY: inside `rows * padded / 2` pairs; disjointness is the caller's promise.
-            let out = unsafe {
-                self.pairs.part(start * self.padded / 2 + first / 2 * tokens, columns.div_ceil(2) * tokens)
-            };
-            for (pair, out) in out.chunks_exact_mut(tokens).enumerate() {
-                let odd = 2 * pair + 1 < columns;
-                for (t, out) in out.iter_mut().enumerate() {
-                    let high = if odd { round_to_bf16(value(t, 2 * pair + 1)) } else { 0 };
-                    *out = round_to_bf16(value(t, 2 * pair)) >> 16 | high & 0xffff_0000;
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self.math {
+                Arithmetic::Bf16Pairs => self.write_pairs(tile, first, columns, value),
+                Arithmetic::Bf16InF32 => {
+                    let rounded = |t, i| f32::from_bits(round_to_bf16(value(t, i)) & 0xffff_0000);
+                    self.write_values(tile, first, columns, rounded);
                 }
+                Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, first, columns, value),
             }
-            return;
         }
+    }
+
+    /// # Safety
+    /// As [`Packed::write`].
+    #[inline(always)]
+    unsafe fn write_pairs(
+        &self,
+        tile: usize,
+        first: usize,
+        columns: usize,
+        value: impl Fn(usize, usize) -> f32,
+    ) {
+        let (start, tokens) = self.tiling.tile(tile);
+        // SAFETY: inside `rows * padded / 2` pairs; disjointness is the caller's promise.
+        let out = unsafe {
+            self.pairs.part(start * self.padded / 2 + first / 2 * tokens, columns.div_ceil(2) * tokens)
+        };
+        for (pair, out) in out.chunks_exact_mut(tokens).enumerate() {
+            let odd = 2 * pair + 1 < columns;
+            for (t, out) in out.iter_mut().enumerate() {
+                let high = if odd { round_to_bf16(value(t, 2 * pair + 1)) } else { 0 };
+                *out = round_to_bf16(value(t, 2 * pair)) >> 16 | high & 0xffff_0000;
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Packed::write`].
+    #[inline(always)]
+    unsafe fn write_values(
+        &self,
+        tile: usize,
+        first: usize,
+        columns: usize,
+        value: impl Fn(usize, usize) -> f32,
+    ) {
+        let (start, tokens) = self.tiling.tile(tile);
         let padding = if first + columns == self.cols { self.padded - self.cols } else { 0 };
         // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
         let out =
@@ -176,7 +208,7 @@ impl Packed {
 
     /// Appends a row of f32 activations to `out`; the rows have been written.
     pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
-        debug_assert_ne!(self.math, CpuMath::Bf16);
+        debug_assert_ne!(self.math, Arithmetic::Bf16Pairs);
         for tile in 0..self.tiling.tiles {
             let (start, tokens) = self.tiling.tile(tile);
             if (start..start + tokens).contains(&row) {
@@ -193,8 +225,8 @@ impl Packed {
         // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many.
         unsafe {
             match self.math {
-                CpuMath::F32 | CpuMath::Int16 => self.values.get().add(start * self.padded),
-                CpuMath::Bf16 => self.pairs.get().add(start * self.padded / 2).cast(),
+                Arithmetic::Bf16Pairs => self.pairs.get().add(start * self.padded / 2).cast(),
+                _ => self.values.get().add(start * self.padded),
             }
         }
     }

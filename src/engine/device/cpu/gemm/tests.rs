@@ -55,7 +55,7 @@ fn int4_matrix(rows: usize, cols: usize, group: usize, zeros: bool, bf16_scales:
 }
 
 /// Products of `tokens` rows with all of a matrix, in one tile at a time.
-fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: CpuMath) -> Vec<Vec<f32>> {
+fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: Arithmetic) -> Vec<Vec<f32>> {
     let mut activations = Activations::default();
     let packed = activations.shape(isa, math, tokens, matrix.cols).unwrap();
     for tile in 0..packed.tiling.tiles {
@@ -65,7 +65,7 @@ fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: CpuMath) 
     }
     let mut integers = int16::Int16Activations::default();
     let mut rounded = Vec::new();
-    if let (CpuMath::Int16, Some(group)) = (math, int16::group_of(matrix.packing)) {
+    if let (Arithmetic::Int16, Some(group)) = (math, int16::group_of(matrix.packing)) {
         rounded.push(integers.shape(&packed, group).unwrap());
         for tile in 0..packed.tiling.tiles {
             isa.run(int16::RoundTile { packed: &packed, rounded: &rounded[0], tile });
@@ -111,7 +111,7 @@ fn dense_tiles_are_chains_of_multiply_adds() {
             let x = noise(2, 30 * cols);
             for isa in Isa::available() {
                 for tokens in (1..=13).chain([16, 25, 30]) {
-                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::F32);
+                    let found = multiply(isa, &matrix, &x, tokens, Arithmetic::F32);
                     for row in 0..rows {
                         matrix.read_row(row, &mut weights);
                         for t in 0..tokens {
@@ -136,7 +136,7 @@ fn int4_tiles_are_chains_within_groups() {
             let mut weights = vec![0f32; cols];
             for isa in Isa::available() {
                 for tokens in [1, 2, 3, 4, 5, 6, 7, 12, 14] {
-                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::F32);
+                    let found = multiply(isa, &matrix, &x, tokens, Arithmetic::F32);
                     for row in 0..rows {
                         matrix.read_row(row, &mut weights);
                         for t in 0..tokens {
@@ -150,10 +150,10 @@ fn int4_tiles_are_chains_within_groups() {
                             );
                         }
                     }
-                    let alone = multiply(isa, &matrix, &x, 1, CpuMath::F32);
+                    let alone = multiply(isa, &matrix, &x, 1, Arithmetic::F32);
                     assert_eq!(found[0], alone[0], "{isa:?}: one token alone and among {tokens}");
                     if fused(isa) {
-                        let best = multiply(Isa::detect(), &matrix, &x, tokens, CpuMath::F32);
+                        let best = multiply(Isa::detect(), &matrix, &x, tokens, Arithmetic::F32);
                         assert_eq!(found, best, "{isa:?} and {:?}", Isa::detect());
                     }
                 }
@@ -181,7 +181,7 @@ fn int16_tiles_are_exact_within_groups() {
             let mut weights = vec![0f32; cols];
             for isa in Isa::available() {
                 for tokens in 1..=14 {
-                    let found = multiply(isa, &matrix, &x, tokens, CpuMath::Int16);
+                    let found = multiply(isa, &matrix, &x, tokens, Arithmetic::Int16);
                     for row in 0..rows {
                         matrix.read_row(row, &mut weights);
                         for t in 0..tokens {
@@ -214,7 +214,7 @@ fn int16_products_do_not_hide_what_is_not_finite() {
         let mut x = noise(5, 3 * 96);
         x[96 + 40] = bad;
         for isa in Isa::available() {
-            let found = multiply(isa, &matrix, &x, 3, CpuMath::Int16);
+            let found = multiply(isa, &matrix, &x, 3, Arithmetic::Int16);
             assert!(found[0].iter().chain(&found[2]).all(|value| value.is_finite()));
             assert!(found[1].iter().all(|value| value.is_nan()), "{isa:?}: {bad} was lost");
         }
@@ -223,11 +223,12 @@ fn int16_products_do_not_hide_what_is_not_finite() {
 
 #[test]
 fn bf16_tiles_are_products_of_rounded_operands() {
-    if !super::super::isa::has_bf16() {
-        eprintln!("SKIPPED: this CPU has no bf16 products");
-        return;
+    let mut kinds: Vec<_> = Isa::available().into_iter().map(|isa| (isa, Arithmetic::Bf16InF32)).collect();
+    if super::super::isa::has_bf16() {
+        kinds.push((Isa::detect(), Arithmetic::Bf16Pairs));
+    } else {
+        eprintln!("SKIPPED: pairs of bf16, since this CPU has no products of them");
     }
-    let isa = Isa::detect();
     let round = |value: f32| f64::from(bf16::from_f32(value).to_f32());
     for (rows, cols) in [(33, 31), (64, 96)] {
         let (dense, _) = dense_matrix(WeightFormat::F16, rows, cols, CpuMath::Bf16);
@@ -238,20 +239,24 @@ fn bf16_tiles_are_products_of_rounded_operands() {
         }
         let x = noise(7, 26 * cols);
         let mut weights = vec![0f32; cols];
-        for matrix in &matrices {
+        for ((isa, math), matrix) in kinds.iter().flat_map(|kind| matrices.iter().map(move |m| (*kind, m))) {
+            let alone = multiply(isa, matrix, &x, 1, math);
             for tokens in [1, 2, 5, 12, 13, 26] {
-                let found = multiply(isa, matrix, &x, tokens, CpuMath::Bf16);
+                let found = multiply(isa, matrix, &x, tokens, math);
                 for row in 0..rows {
                     matrix.read_row(row, &mut weights);
                     for t in 0..tokens {
                         let pairs = weights.iter().zip(&x[t * cols..]);
                         let right: f64 = pairs.map(|(w, x)| f64::from(*w) * round(*x)).sum();
                         let error = (f64::from(found[t][row]) - right).abs();
-                        assert!(error < 1e-4, "{:?} {tokens}: {t} {row}, off by {error}", matrix.packing);
+                        assert!(
+                            error < 1e-4,
+                            "{isa:?} {math:?} {:?} {tokens}: {t} {row}, off by {error}",
+                            matrix.packing
+                        );
                     }
                 }
-                let alone = multiply(isa, matrix, &x, 1, CpuMath::Bf16);
-                assert_eq!(found[0], alone[0], "one token alone and among {tokens}");
+                assert_eq!(found[0], alone[0], "{isa:?} {math:?}: one token alone and among {tokens}");
             }
         }
     }
