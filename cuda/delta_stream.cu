@@ -166,6 +166,8 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         bool ahead = false; // `upcoming` is named
         for (int i = 0; end < 0 || i < end + STAGES; i++) { // into the stage that task i - STAGES leaves
             int stage = i % STAGES;
+            // Only the first state is asked for before: what the first tokens take from the previous kernel queues behind it.
+            if (i == 1) wait_for_previous_kernel();
             if (i >= STAGES) {
                 barrier_wait(shared_address(&left[stage]), (i / STAGES - 1) & 1);
                 int leaving = task_at(i - STAGES);
