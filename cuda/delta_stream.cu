@@ -11,7 +11,8 @@
 // So a token that turns out to be unwanted (a rejected draft) leaves no mark: its pair is not counted the next time.
 //
 // Bytes a (sequence, head): 64 KB of state read, 1 KB a pair read and one written, and 64 KB written by each that folds.
-// Such a pair is a task. Blocks stay, one a multiprocessor, and walk the tasks.
+// Such a pair is a task. Blocks stay, one a multiprocessor, and walk the tasks: their first ones are shared out, the others
+// are drawn from a counter, since multiprocessors read at different rates.
 #include "half.cuh"
 
 struct Shape {
@@ -37,26 +38,39 @@ DEVICE void add_scaled(float4 &to, float by, float4 x) {
 
 #define ROWS 8 // of the state, for each group of eight lanes: row, row + 4..
 
+#define FOLDED 4 // rows at a time, for which a pair's k is read once
+
 // A thread's rows of the state with its pairs folded in, in place. `fresh`: S0 is zero.
 DEVICE void fold(float4 *rows, const float *pairs, int count, bool fresh, int row, int sub) {
     float last = pairs[(count - 1) * PAIR + 2 * HEAD], scale = expf(last);
-#pragma unroll 2
-    for (int r = 0; r < ROWS; r++) {
-        float4 *own = rows + (row + 4 * r) * (HEAD / 4) + sub;
-        float4 S[4];
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r += FOLDED) {
+        float4 *own = rows + (row + 4 * r) * (HEAD / 4) + sub, S[FOLDED][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            S[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (!fresh) add_scaled(S[j], scale, own[8 * j]);
-        }
+        for (int f = 0; f < FOLDED; f++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                S[f][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (!fresh) add_scaled(S[f][j], scale, own[f * HEAD + 8 * j]);
+            }
+#pragma unroll 2
         for (int i = 0; i < count; i++) {
             const float *pair = pairs + i * PAIR;
-            float by = expf(last - pair[2 * HEAD]) * pair[HEAD + row + 4 * r];
+            float decay = expf(last - pair[2 * HEAD]);
+            float4 k[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) add_scaled(S[j], by, ((const float4 *)pair)[sub + 8 * j]);
+            for (int j = 0; j < 4; j++) k[j] = ((const float4 *)pair)[sub + 8 * j];
+#pragma unroll
+            for (int f = 0; f < FOLDED; f++) {
+                float by = decay * pair[HEAD + row + 4 * (r + f)];
+#pragma unroll
+                for (int j = 0; j < 4; j++) add_scaled(S[f][j], by, k[j]);
+            }
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) own[8 * j] = S[j];
+        for (int f = 0; f < FOLDED; f++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) own[f * HEAD + 8 * j] = S[f][j];
     }
 }
 
@@ -83,23 +97,32 @@ template <int PAIRS> struct __align__(16) Token {
 };
 
 // STAGES states with up to PAIRS pairs each are in shared memory; a task has at most PAIRS + 1 pending pairs and new tokens
-// together, and with two groups one new token. pairs: [slots][value_heads][capacity][PAIR] fp32.
+// together, and with two groups one new token. pairs: [slots][value_heads][capacity][PAIR] fp32. drawn: tasks drawn, and
+// blocks that draw no more; zero before and after. Nothing is drawn before the wait for the previous kernel, so all launches of
+// a stream may share them.
 template <int STAGES, int PAIRS, int GROUPS>
 DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_log, const float *dt_bias,
                           const float *norm_weight, float *state, f16 *window, f16 *out, const Sequence *sequences,
-                          Shape shape, float *pairs, int capacity, int count) {
+                          Shape shape, float *pairs, int capacity, int count, u32 *drawn) {
     constexpr int STAGE_BYTES = STATE_BYTES + PAIRS * PAIR_BYTES, TURNS = 2 * GROUPS; // tokens under way
+    constexpr int NAMES = STAGES + 1;                                                 // drawn tasks under way
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ __align__(16) Token<PAIRS> tokens[TURNS];
-    __shared__ __align__(8) u64 arrived[STAGES], left[STAGES]; // states
-    __shared__ __align__(8) u64 ready[TURNS], done[TURNS];     // tokens: prepared; their rows are through
+    __shared__ __align__(8) u64 arrived[STAGES], kept_arrived[STAGES], left[STAGES]; // states; their pairs
+    __shared__ __align__(8) u64 ready[TURNS], done[TURNS]; // tokens: prepared; their rows are through
+    __shared__ __align__(8) u64 named[NAMES];              // tasks: drawn
+    __shared__ int names[NAMES];
 
     int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     int heads = shape.value_heads, group = heads / shape.key_heads, tasks = count * heads;
     let_next_kernel_start();
     // Every thread arrives for itself: what a lane says for its warp, racecheck does not follow.
     if (tid == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(&arrived[i]), 1), barrier_init(shared_address(&left[i]), MAIN_THREADS);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(shared_address(&arrived[i]), 1), barrier_init(shared_address(&kept_arrived[i]), 1);
+            barrier_init(shared_address(&left[i]), MAIN_THREADS);
+        }
+        for (int i = 0; i < NAMES; i++) barrier_init(shared_address(&named[i]), 1);
         barrier_init_fence();
     }
     if (tid == 32) {
@@ -112,40 +135,78 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
     auto find = [&](int task) {
         Sequence sequence;
         sequence.slot = -1;
-        if (task < tasks) sequence = sequences[task / heads];
+        if (task >= 0 && task < tasks) sequence = sequences[task / heads];
         return sequence;
     };
+    // The first STAGES tasks of a block are known from the start, the others once the copying warp has named them. Behind its
+    // last one it names LAST, and then AFTER.
+    constexpr int LAST = -1, AFTER = -2;
+    auto is_named = [&](int i) {
+        return i < STAGES || barrier_passed(shared_address(&named[(i - STAGES) % NAMES]), (i - STAGES) / NAMES & 1);
+    };
+    int known = STAGES * gridDim.x;
+    auto task_at = [&](int i) { return i < STAGES ? int(blockIdx.x + i * gridDim.x) : names[(i - STAGES) % NAMES]; };
 
     if (tid >= MAIN_THREADS + GROUPS * SIDE_THREADS) { // copies
         if (lane > 0) return;
-        int ahead = 0, behind = 0; // tasks fetched, and tasks whose stage was left
-        for (;; behind++) {
-            for (; ahead < behind + STAGES; ahead++) {
-                int task = blockIdx.x + ahead * gridDim.x;
-                Sequence sequence = find(task);
-                if (sequence.slot < 0) break;
-                u32 barrier = shared_address(&arrived[ahead % STAGES]);
-                u32 to = shared_address(stages + (ahead % STAGES) * STAGE_BYTES);
-                u64 at = (u64)sequence.slot * heads + task % heads;
-                bool fresh = sequence.context == sequence.pending; // S0 is taken as zero
-                u32 pair_bytes = sequence.pending * PAIR_BYTES, bytes = (fresh ? 0 : STATE_BYTES) + pair_bytes;
-                if (bytes == 0) {
-                    barrier_arrive(barrier);
-                    continue;
-                }
-                barrier_expect(barrier, bytes);
-                if (!fresh) copy_bulk(to, state + at * (HEAD * HEAD), STATE_BYTES, barrier);
-                if (pair_bytes > 0) copy_bulk(to + STATE_BYTES, pairs + at * capacity * PAIR, pair_bytes, barrier);
+        int end = -1; // the block's task that is none
+        auto name = [&](int i) {
+            int task = AFTER;
+            if (end < 0) {
+                task = i < STAGES ? task_at(i) : known < tasks ? known + (int)atomicAdd(drawn, 1) : tasks;
+                if (find(task).slot < 0) end = i, task = LAST;
             }
-            if (behind == ahead) break;
-            barrier_wait(shared_address(&left[behind % STAGES]), (behind / STAGES) & 1);
-            int task = blockIdx.x + behind * gridDim.x;
-            Sequence sequence = find(task);
-            if (!sequence.write) continue;
-            float *to = state + ((u64)sequence.slot * heads + task % heads) * (HEAD * HEAD);
-            store_bulk(to, shared_address(stages + (behind % STAGES) * STAGE_BYTES), STATE_BYTES);
-            store_commit();
+            if (i >= STAGES) {
+                names[(i - STAGES) % NAMES] = task;
+                barrier_arrive(shared_address(&named[(i - STAGES) % NAMES]));
+            }
+            return task;
+        };
+        int upcoming = 0;
+        bool ahead = false; // `upcoming` is named
+        for (int i = 0; end < 0 || i < end + STAGES; i++) { // into the stage that task i - STAGES leaves
+            int stage = i % STAGES;
+            // Only the first state is asked for before: what the first tokens take from the previous kernel queues behind it.
+            if (i == 1) wait_for_previous_kernel();
+            if (i >= STAGES) {
+                barrier_wait(shared_address(&left[stage]), (i / STAGES - 1) & 1);
+                int leaving = task_at(i - STAGES);
+                Sequence sequence = find(leaving);
+                if (sequence.write) {
+                    float *to = state + ((u64)sequence.slot * heads + leaving % heads) * (HEAD * HEAD);
+                    store_bulk(to, shared_address(stages + stage * STAGE_BYTES), STATE_BYTES);
+                    store_commit();
+                }
+            }
+            int task = ahead ? upcoming : name(i);
             store_wait_read<0>();
+            if (task >= 0) {
+                Sequence sequence = find(task);
+                u32 to = shared_address(stages + stage * STAGE_BYTES);
+                u32 barrier = shared_address(&arrived[stage]), kept_barrier = shared_address(&kept_arrived[stage]);
+                u64 at = (u64)sequence.slot * heads + task % heads;
+                u32 pair_bytes = sequence.pending * PAIR_BYTES;
+                if (pair_bytes > 0) {
+                    barrier_expect(kept_barrier, pair_bytes);
+                    copy_bulk(to + STATE_BYTES, pairs + at * capacity * PAIR, pair_bytes, kept_barrier);
+                } else {
+                    barrier_arrive(kept_barrier);
+                }
+                if (sequence.context != sequence.pending) {
+                    barrier_expect(barrier, STATE_BYTES);
+                    copy_bulk(to, state + at * (HEAD * HEAD), STATE_BYTES, barrier);
+                } else { // S0 is taken as zero
+                    barrier_arrive(barrier);
+                }
+            }
+            // A task ahead, so that its inputs are asked for early; but of the last ones, whoever is first takes one.
+            ahead = i >= STAGES && end < 0 && task < tasks - (int)gridDim.x;
+            if (ahead) upcoming = name(i + 1);
+        }
+        // The last block leaves the counters as they were.
+        if (known < tasks) {
+            __threadfence();
+            if (atomicInc(drawn + 1, gridDim.x - 1) == gridDim.x - 1) drawn[0] = 0;
         }
         store_wait();
         return;
@@ -163,7 +224,10 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
             bool first = token.first, last = token.last, write = token.write, fresh = token.fresh;
             float4 *rows = (float4 *)(stages + (i % STAGES) * STAGE_BYTES);
             const float *kept = (const float *)rows + HEAD * HEAD;
-            if (first) barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            if (first) {
+                barrier_wait(shared_address(&kept_arrived[i % STAGES]), (i / STAGES) & 1);
+                barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+            }
             if (write) {
                 // Each thread reads below what it writes here.
                 fold(rows, kept, token.pending, fresh, row, sub);
@@ -224,7 +288,6 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
     int at = tid % SIDE_THREADS, key_channels = shape.key_heads * HEAD, channels = 2 * key_channels + heads * HEAD;
     int own_group = GROUPS == 1 ? 0 : tid / SIDE_THREADS - 1;
     warp %= SIDE_THREADS / 32;
-    wait_for_previous_kernel();
     float weight = norm_weight[at];
     // Asked for a token ahead and left as they come, so that nothing waits for them before they are used.
     struct {
@@ -235,28 +298,29 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
     auto channel_of = [&](int head, int which) {
         return which == 2 ? 2 * key_channels + head * HEAD + at : which * key_channels + head / group * HEAD + at;
     };
-    auto load = [&](const Sequence &sequence, int head, int token) {
+    // `early`: what there is without the previous kernel, the window and weights. `late`: what that one leaves.
+    auto load = [&](const Sequence &sequence, int head, int token, bool early, bool late) {
         if (sequence.slot < 0) return;
         int position = sequence.context + token, entry = position % shape.ring;
         const f16 *input = mixed + (u64)(sequence.start + token) * shape.pitch;
         const f16 *gates = input + channels + heads * HEAD;
-        next.b = gates[head], next.a = gates[heads + head];
-        next.rate = a_log[head], next.bias = dt_bias[head];
-        next.z = input[channels + head * HEAD + at];
+        if (early) next.rate = a_log[head], next.bias = dt_bias[head];
+        if (late) next.b = gates[head], next.a = gates[heads + head], next.z = input[channels + head * HEAD + at];
 #pragma unroll
         for (int which = 0; which < 3; which++) {
             int channel = channel_of(head, which);
-            next.u[which] = input[channel];
+            if (late) next.u[which] = input[channel];
             const f16 *ring = window + (u64)sequence.slot * shape.ring * channels + channel;
 #pragma unroll
             for (int back = 1; back <= 3; back++) {
                 int from = entry - back < 0 ? entry - back + shape.ring : entry - back;
                 const f16 *raw = back <= token ? input - back * shape.pitch + channel : ring + from * channels;
-                next.history[which][3 - back] = 0; // 0.0
-                if (position >= back) next.history[which][3 - back] = *raw;
+                if (early) next.history[which][3 - back] = 0; // 0.0
+                if (position >= back && (back <= token ? late : early)) next.history[which][3 - back] = *raw;
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++) next.tap[which][j] = taps[j * channels + channel];
+            for (int j = 0; j < 4; j++)
+                if (early) next.tap[which][j] = taps[j * channels + channel];
         }
     };
 
@@ -284,24 +348,26 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         before.out[at] = float_to_half(y);
     };
 
-    auto task = [&](int i) { return blockIdx.x + i * gridDim.x; };
-    int have = 0, head = task(own_group) % heads, stride = GROUPS * gridDim.x % heads;
+    int have = 0, head = task_at(own_group) % heads, next_head = 0;
     bool fresh = true;
-    Sequence sequence = find(task(own_group)), following = find(task(own_group + GROUPS));
-    load(sequence, head, 0);
+    Sequence sequence = find(task_at(own_group)), following = sequence;
+    load(sequence, head, 0, true, false);
+    wait_for_previous_kernel();
+    load(sequence, head, 0, false, true);
     u32 n = own_group; // the block's n-th token
     for (int i = own_group, step = 0;; n += GROUPS) {
         bool any = n >= GROUPS; // before it
         Token<PAIRS> &token = tokens[n % TURNS];
         if (sequence.slot < 0) {
             if (any) finish(n - GROUPS);
-            if (i == 0 || find(task(i - 1)).slot >= 0) { // the walk ends here, not at the other group's token
+            // The walk ends here, not at the other group's token.
+            if (i < STAGES ? i == 0 || find(task_at(i - 1)).slot >= 0 : task_at(i) == LAST) {
                 if (at == 0) token.have = -1;
                 barrier_arrive(shared_address(&ready[n % TURNS]));
             }
             return;
         }
-        bool first = step == 0, last = step + 1 == sequence.count, write = first && sequence.write;
+        bool first = GROUPS > 1 || step == 0, last = GROUPS > 1 || step + 1 == sequence.count, write = first && sequence.write;
 #pragma unroll
         for (int which = 0; which < 3; which++) {
             const float *tap = next.tap[which];
@@ -316,9 +382,16 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         }
         float beta = sigmoid(half_to_float(next.b)), gate = silu(half_to_float(next.z));
         float log_decay = -expf(next.rate) * softplus(half_to_float(next.a) + next.bias);
-        int next_head = head + stride < heads ? head + stride : head + stride - heads;
-        load(last ? following : sequence, last ? next_head : head, last ? 0 : step + 1);
-        Sequence upcoming = find(task(i + 2 * GROUPS));
+        auto load_next = [&] {
+            if (last) {
+                int task = task_at(i + GROUPS);
+                following = find(task), next_head = task % heads;
+            }
+            load(last ? following : sequence, last ? next_head : head, last ? 0 : step + 1, true, true);
+        };
+        // The block has nothing to do until a group's first token is prepared, so that does not wait for these loads.
+        bool asked = (any || GROUPS == 1) && (!last || is_named(i + GROUPS));
+        if (asked) load_next();
         group_sync(own_group);
 
         float4 q = ((const float4 *)token.conv)[lane], k = ((const float4 *)token.conv)[HEAD / 4 + lane];
@@ -330,10 +403,10 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
             fresh = sequence.context == sequence.pending;
             if (sequence.pending > 0) {
                 // A parity tells two neighbouring phases of a barrier apart, no more, and of two groups one may be here before the
-                // state that takes this stage first has come: its token (there is one a state) is through before.
+                // pairs that take this stage first have come: their token (there is one a state) is through before.
                 u32 before = n - STAGES;
                 if (GROUPS > 1 && n >= STAGES) barrier_wait(shared_address(&done[before % TURNS]), before / TURNS & 1);
-                barrier_wait(shared_address(&arrived[i % STAGES]), (i / STAGES) & 1);
+                barrier_wait(shared_address(&kept_arrived[i % STAGES]), (i / STAGES) & 1);
             }
         } else {
             finish(n - GROUPS); // its pair is one of this token's
@@ -341,12 +414,28 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         }
         float log = (have > 0 ? kept[(have - 1) * PAIR + 2 * HEAD] : 0.0f) + log_decay;
         // Warp w: the products with pairs w, w + 4.., and behind the last pair q with k.
-        for (int pair = warp; pair <= have; pair += SIDE_THREADS / 32) {
-            float4 own = pair < have ? ((const float4 *)(kept + pair * PAIR))[lane] : k;
-            float with_k = warp_sum(dot4(own, k)), with_q = warp_sum(dot4(own, q));
-            if (lane == 0) {
-                float scale = pair < have ? expf(log - kept[pair * PAIR + 2 * HEAD]) : k_scale;
-                token.by_k[pair] = scale * with_k * k_scale, token.by_q[pair] = scale * with_q * q_scale;
+        for (int from = warp; from <= have; from += 2 * (SIDE_THREADS / 32)) { // two at a time
+            float with_k[2], with_q[2];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int pair = from + j * (SIDE_THREADS / 32);
+                float4 own = pair < have ? ((const float4 *)(kept + pair * PAIR))[lane] : k;
+                with_k[j] = dot4(own, k), with_q[j] = dot4(own, q);
+            }
+#pragma unroll
+            for (int offset = 16; offset > 0; offset >>= 1)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    with_k[j] += __shfl_xor_sync(0xffffffffu, with_k[j], offset);
+                    with_q[j] += __shfl_xor_sync(0xffffffffu, with_q[j], offset);
+                }
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int pair = from + j * (SIDE_THREADS / 32);
+                if (lane == 0 && pair <= have) {
+                    float scale = pair < have ? expf(log - kept[pair * PAIR + 2 * HEAD]) : k_scale;
+                    token.by_k[pair] = scale * with_k[j] * k_scale, token.by_q[pair] = scale * with_q[j] * q_scale;
+                }
             }
         }
         if (at == 0) {
@@ -356,13 +445,18 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         }
         barrier_arrive(shared_address(&ready[n % TURNS]));
         if (any && first) finish(n - GROUPS);
+        if (!asked) {
+            if (last && i + GROUPS >= STAGES)
+                barrier_wait(shared_address(&named[(i + GROUPS - STAGES) % NAMES]), (i + GROUPS - STAGES) / NAMES & 1);
+            load_next();
+        }
 
         before = {pairs + (((u64)sequence.slot * heads + head) * capacity + have) * PAIR, last ? nullptr : kept + have * PAIR,
                   out + ((u64)(sequence.start + step) * heads + head) * HEAD, log, gate};
         have++;
         if (write) fresh = false;
         step++;
-        if (last) step = 0, i += GROUPS, head = next_head, sequence = following, following = upcoming;
+        if (last) step = 0, i += GROUPS, head = next_head, sequence = following;
     }
 }
 
@@ -371,9 +465,9 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
         float *state, f16 *window, f16 *out, const Sequence *sequences, Shape shape, float *pairs, int capacity, int count
 #define PASS mixed, taps, a_log, dt_bias, norm_weight, state, window, out, sequences, shape, pairs, capacity, count
 
-KERNEL __launch_bounds__(THREADS(2), 1) delta_stream(ARGUMENTS) { stream_states<3, 8, 2>(PASS); }
+KERNEL __launch_bounds__(THREADS(2), 1) delta_stream(ARGUMENTS, u32 *drawn) { stream_states<3, 8, 2>(PASS, drawn); }
 // With drafts: the pairs of a draft's length and of as many tokens kept.
-KERNEL __launch_bounds__(THREADS(1), 1) delta_stream_drafts(ARGUMENTS) { stream_states<2, 32, 1>(PASS); }
+KERNEL __launch_bounds__(THREADS(1), 1) delta_stream_drafts(ARGUMENTS, u32 *drawn) { stream_states<2, 32, 1>(PASS, drawn); }
 
 // ---- few sequences: no shared memory to speak of, so that the products beside it keep their L1 ----
 

@@ -196,6 +196,13 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
+DEVICE bool barrier_passed(u32 barrier, u32 parity) {
+    u32 out;
+    asm volatile("{.reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done;}"
+                 : "=r"(out) : "r"(barrier), "r"(parity) : "memory");
+    return out;
+}
+
 // `bytes` (a multiple of 16, both addresses 16-byte aligned) to shared memory; completes on `barrier`.
 DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -438,7 +438,7 @@ fn new_sequences_among_old_ones_disturb_nothing() {
     if !Delta::defers(&gpu, &shape, CacheDtype::F32, false) {
         return skip("new_sequences_among_old_ones_disturb_nothing", "states are written with every token");
     }
-    // Blocks that stay, one a multiprocessor, take the heads of all sequences in turn: eight rounds.
+    // Blocks that stay, one a multiprocessor, take the heads of all sequences nearly in turn: eight rounds.
     const ROUNDS: usize = 8;
     let multiprocessors = gpu.facts().multiprocessors as usize;
     let count = ROUNDS * multiprocessors / shape.value_heads;

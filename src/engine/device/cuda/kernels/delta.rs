@@ -3,7 +3,7 @@
 
 use crate::engine::config::CacheDtype;
 use crate::engine::device::cuda::batch::SHORT_TOKENS;
-use crate::engine::device::cuda::driver::{Gpu, Kernel};
+use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
 use crate::engine::device::cuda::launch::{Arg, Launch, Stream, bytes_of};
 use crate::engine::device::cuda::units;
 use crate::engine::device::cuda::weights::DeltaWeights;
@@ -68,7 +68,7 @@ pub struct StatePools {
     pub pairs: u64,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Delta {
     step: Kernel,
     save_window: Kernel,
@@ -85,7 +85,7 @@ pub struct Delta {
 }
 
 /// States that are written every few tokens only: for sequences with one token each, where there is shared memory.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Deferred {
     few: Kernel,
     stream: Kernel,
@@ -93,6 +93,8 @@ struct Deferred {
     stream_from: usize,
     settle: Kernel,
     multiprocessors: usize,
+    /// Two counters of `stream`: tasks drawn, blocks that draw no more. A launch leaves them zero, as it finds them.
+    drawn: DeviceBuffer,
     /// Tokens from one write to the next: the most that a state is left behind, drafts aside.
     interval: usize,
     /// Tokens that there is room for in memory: those, and the drafts of a step.
@@ -150,6 +152,7 @@ impl Delta {
                 stream_from: STREAM_SEQUENCES,
                 settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
                 multiprocessors: gpu.facts().multiprocessors as usize,
+                drawn: gpu.allocate_zeroed(8)?,
                 interval: write_interval,
                 // Every short sequence fits, once its pending tokens are written.
                 capacity: if drafts > 0 {
@@ -232,7 +235,7 @@ impl Delta {
     /// in one: mixed to `out`, both from their first row on, state and window of this layer updated.
     ///
     /// # Safety
-    /// Pointers are valid for the rows and slots that the sequences name, and no slot is named twice.
+    /// Pointers are valid for the rows and slots that the sequences name, and no slot is named twice. All steps are on one stream.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub unsafe fn step(
         &self,
@@ -284,13 +287,17 @@ impl Delta {
             let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 1 + 2 * new_tokens) / 2;
             let cost = (small_bytes + (state_bytes + pair_bytes) as u64, flops);
             let blocks = tasks.min(deferred.multiprocessors) as u32;
-            let (kernel, launch) = if deferred.drafts {
-                (&deferred.stream, Launch::new(blocks, DRAFTS_THREADS).shared(DRAFTS_SHARED))
-            } else if count < deferred.stream_from {
+            let (kernel, launch) = if !deferred.drafts && count < deferred.stream_from {
                 let grid = [SPLIT * shape.value_heads as u32, count as u32, 1];
                 (&deferred.few, Launch::grid(grid, 128).cluster(SPLIT))
             } else {
-                (&deferred.stream, Launch::new(blocks, STREAM_THREADS).shared(STREAM_SHARED))
+                args.push((&deferred.drawn).into());
+                let (threads, shared) = if deferred.drafts {
+                    (DRAFTS_THREADS, DRAFTS_SHARED)
+                } else {
+                    (STREAM_THREADS, STREAM_SHARED)
+                };
+                (&deferred.stream, Launch::new(blocks, threads).shared(shared))
             };
             // SAFETY: the kernels' parameters in order; the rest is the caller's promise.
             return unsafe { stream.launch(kernel, launch.overlapping().cost(cost.0, cost.1), &args) };
