@@ -1,5 +1,5 @@
 // Products with 4-bit weights (int4.cuh), y[rows, n] = x[rows, k] W[n, k]^T. `int4_stream_*`: up to 32 rows. `int4_tile_*`: any
-// number, the portable path. `int4_expand`: W in fp16 for a library's product. Wider ones on Hopper are in int4_hopper.cu.
+// number, the portable path. `int4_expand`: W in fp16 for a library's product. Wider ones on Hopper are in int4_batch_hopper.cu.
 #include "int4.cuh"
 
 // ---- 1 to 8 rows ----

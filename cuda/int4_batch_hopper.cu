@@ -1,12 +1,16 @@
-// Products of many rows with 4-bit weights on warpgroup products (sm_90a): y[rows, n] = x[rows, k] W[n, k]^T.
+// Products of 9 rows and more with 4-bit weights on warpgroup products (sm_90a): y[rows, n] = x[rows, k] W[n, k]^T.
 //
 // W is the A operand, dequantised by each warp into its registers, 16 rows a warp; N rows of x are the B operand, in shared memory.
 // So a weight passes through shared memory in its 4 bits and is dequantised once for N rows of x.
 //
 // A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring, 128 columns of k a step: a thread asks the
 // copy engine for x (128-byte swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, 128-byte swizzle
-// too), a warp brings the scales and zero points. Two blocks of a cluster take neighbouring tiles of W and half of x each,
-// for both. Blocks go from tile to tile; the ring is filled for the next one while sums leave through shared memory.
+// too), a warp brings the scales and zero points. Blocks go from tile to tile; the ring is filled for the next one while sums leave
+// through shared memory. Before the previous kernel has ended a block asks for the words of `ahead` slots and no more: x, and
+// what the kernels in front still read, would wait behind them.
+//
+// Two blocks of a cluster are ACROSS, and take neighbouring tiles of W and half of x each, for both; or they are DEEP, where the
+// output is whole and tiles are few: they take half of k each of the same tile, one tile only, and exchange sums.
 //
 // Fragments against the packing (int4.cuh): there a lane holds eight neighbouring columns, here x lies in its own order, so
 // lane (group, pair) needs columns 2 * pair, + 1, + 8, + 9 of each 16. It reads words of four lanes, whose swizzled places
@@ -20,15 +24,16 @@
 
 struct Int4Batch {
     TensorMap w; // packed words as halves: [units][rows of 128 bytes][64], boxes of a block's units by 4 rows for each 64 columns
-    TensorMap x; // [rows, k], boxes of N / CLUSTER rows by 64 columns
-    TensorMap y; // [parts][rows][columns], boxes of 64 columns of fp16 (32 with silu) by N rows, of 32 columns of fp32 by N / 2
+    TensorMap x; // [rows, k], boxes of N / ACROSS rows by 64 columns
+    TensorMap y; // [parts][rows][columns], boxes of 64 columns of fp16 (32 with silu) by N / DEEP rows, of 32 columns of fp32 by half of them
     const u8 *scales;
     const float *bias;
     u32 n, k, shift;       // groups of 1 << shift columns
     u32 zero_points;
     u32 output, parts;
-    u32 w_tiles, x_tiles;  // w_tiles: of all blocks of a cluster together
-    u32 unused[4];
+    u32 w_tiles, x_tiles;  // w_tiles: of blocks across together
+    u32 ahead;             // slots that are asked for before the previous kernel has ended
+    u32 unused[3];
 };
 
 // Tiles of x that each tile of W is multiplied by before the next, so that both stay in the L2.
@@ -54,6 +59,9 @@ template <int N, int GROUPS, int SCALES> struct Ring {
 #define MULTIPLY(N, NAMES, A, B, ...)                                                                                      \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;"          \
                  : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b) {
+    MULTIPLY(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", WGMMA_8(0), WGMMA_8(8));
+}
 DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
     MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", WGMMA_32(0));
 }
@@ -76,6 +84,16 @@ DEVICE u32 load_shared_byte(u32 address) {
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(address) : "memory");
     return out;
 }
+DEVICE float4 load_shared4(u32 address) {
+    float4 out;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(address) : "memory");
+    return out;
+}
+// 16 bytes to another block's shared memory, which complete on a barrier there.
+DEVICE void send4(u32 there, float a, float b, float c, float d, u32 barrier_there) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier_there) : "memory");
+}
 DEVICE void copy_async_8(u32 to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
@@ -91,18 +109,18 @@ DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensorma
 struct Tile {
     u32 w, x, part, begin, count; // w: of this block; steps begin.. of 128 columns
 };
-template <int CLUSTER> DEVICE Tile tile_at(const Int4Batch &p, u32 t) {
+template <int ACROSS, int DEEP> DEVICE Tile tile_at(const Int4Batch &p, u32 t) {
     Tile tile;
     tile.part = t % p.parts, t /= p.parts;
     u32 band = t / (BAND * p.w_tiles), in_band = min(p.x_tiles - band * BAND, (u32)BAND);
     t -= band * BAND * p.w_tiles;
     tile.x = band * BAND + t % in_band;
-    tile.w = t / in_band * CLUSTER + (CLUSTER > 1 ? cluster_rank() : 0);
-    u32 steps = (p.k + 127) / 128;
-    tile.begin = steps * tile.part / p.parts, tile.count = steps * (tile.part + 1) / p.parts - tile.begin;
+    tile.w = t / in_band * ACROSS + (ACROSS > 1 ? cluster_rank() : 0);
+    u32 steps = (p.k + 127) / 128, part = tile.part * DEEP + (DEEP > 1 ? cluster_rank() : 0), parts = p.parts * DEEP;
+    tile.begin = steps * part / parts, tile.count = steps * (part + 1) / parts - tile.begin;
     return tile;
 }
-#define FOR_TILES(t) for (u32 t = blockIdx.x / CLUSTER, tiles = p.w_tiles * p.x_tiles * p.parts; t < tiles; t += gridDim.x / CLUSTER)
+#define FOR_TILES(t) for (u32 t = blockIdx.x / (ACROSS * DEEP), tiles = p.w_tiles * p.x_tiles * p.parts; t < tiles; t += gridDim.x / (ACROSS * DEEP))
 
 template <u32 SLOTS> struct Place {
     u32 slot, phase;
@@ -114,20 +132,20 @@ template <u32 SLOTS> struct Place {
 
 // ---- the thread that asks for x and the words ----
 
-template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void ask(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void ask(const Int4Batch &p, u32 base, u32 full, u32 empty) {
     typedef Ring<N, GROUPS, SCALES> R;
     Place<R::SLOTS> at(1);
-    u32 bytes = R::BLOCKS * R::X + R::W, rank = CLUSTER > 1 ? cluster_rank() : 0, early = 0;
+    u32 bytes = R::BLOCKS * R::X + R::W, rank = ACROSS > 1 ? cluster_rank() : 0, early = 0;
     // Columns past the end are zeros.
     auto ask_w = [&](const Tile &tile, u32 block, u32 slot) {
         barrier_expect(full + 8 * slot, bytes);
         copy_box(base + R::AT_W + slot * R::W, &p.w, 0, block * 4, tile.w * R::UNITS, 0, full + 8 * slot);
     };
     FOR_TILES(t) {
-        Tile tile = tile_at<CLUSTER>(p, t);
+        Tile tile = tile_at<ACROSS, DEEP>(p, t);
         u32 first = tile.begin * 2, count = tile.count * 2 / R::BLOCKS;
-        if (t < gridDim.x / CLUSTER) { // before the previous kernel has ended
-            early = min(R::SLOTS, count);
+        if (t < gridDim.x / (ACROSS * DEEP)) { // before the previous kernel has ended
+            early = min(min(R::SLOTS, count), p.ahead);
             for (u32 i = 0; i < early; i++) ask_w(tile, first + i * R::BLOCKS, i);
             wait_for_previous_kernel();
         }
@@ -137,9 +155,9 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void ask(const Int4
             else ask_w(tile, first + i * R::BLOCKS, at.slot);
 #pragma unroll
             for (u32 block = 0; block < R::BLOCKS; block++) {
-                u32 to = base + (at.slot * R::BLOCKS + block) * R::X + rank * (R::X / CLUSTER);
-                u32 column = (first + i * R::BLOCKS + block) * 64, row = tile.x * N + rank * (N / CLUSTER);
-                if (CLUSTER > 1) copy_box_to_all(to, &p.x, column, row, 0, 0, full + 8 * at.slot, CLUSTER);
+                u32 to = base + (at.slot * R::BLOCKS + block) * R::X + rank * (R::X / ACROSS);
+                u32 column = (first + i * R::BLOCKS + block) * 64, row = tile.x * N + rank * (N / ACROSS);
+                if (ACROSS > 1) copy_box_to_all(to, &p.x, column, row, 0, 0, full + 8 * at.slot, ACROSS);
                 else copy_box(to, &p.x, column, row, 0, 0, full + 8 * at.slot);
             }
         }
@@ -148,13 +166,13 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void ask(const Int4
 
 // ---- the warp that brings scales and zero points: [unit][set][8] words, then [unit][set][8] bytes ----
 
-template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void bring_scales(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void bring_scales(const Int4Batch &p, u32 base, u32 full, u32 empty) {
     typedef Ring<N, GROUPS, SCALES> R;
     Place<R::SLOTS> at(1);
     u32 lane = threadIdx.x & 31, groups = p.k >> p.shift, units = p.n / UNIT;
     const u8 *zeros = p.scales + (u64)p.n * groups * 2;
     FOR_TILES(t) {
-        Tile tile = tile_at<CLUSTER>(p, t);
+        Tile tile = tile_at<ACROSS, DEEP>(p, t);
         for (u32 i = 0; i < tile.count * 2 / R::BLOCKS; i++, at.next()) {
             u32 to = base + R::AT_S + at.slot * R::S, block = tile.begin * 2 + i * R::BLOCKS;
             // Rows and columns past the end: repeated ones, which are never stored or meet zeros of x.
@@ -215,8 +233,28 @@ template <class R> DEVICE void dequantise(u32 (&a)[4][4], const Lane &lane, u32 
     }
 }
 
+// Sums of two blocks with half of k each: block r of them gets those of half r of the rows of x. Each sends the other one its share to
+// where that one's output will lie.
+template <int N> DEVICE void exchange(const float (&acc)[N / 2], float (&half)[N / 4], u32 out, u32 mail) {
+    u32 rank = cluster_rank(), other = rank ^ 1, at = out + (threadIdx.x & 127) * 16;
+    u32 there = address_in_block(at, other), mail_there = address_in_block(mail, other);
+#pragma unroll
+    for (u32 j = 0; j < N / 16; j++) {
+        const float *low = acc + 4 * j, *high = acc + 4 * (N / 16 + j);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) half[4 * j + i] = rank ? high[i] : low[i];
+        send4(there + j * 2048, rank ? low[0] : high[0], rank ? low[1] : high[1], rank ? low[2] : high[2], rank ? low[3] : high[3], mail_there);
+    }
+    barrier_wait(mail, 0);
+#pragma unroll
+    for (u32 j = 0; j < N / 16; j++) {
+        float4 sum = load_shared4(at + j * 2048);
+        half[4 * j] += sum.x, half[4 * j + 1] += sum.y, half[4 * j + 2] += sum.z, half[4 * j + 3] += sum.w;
+    }
+}
+
 // A warpgroup's sums to y, by way of `out`, N * 128 bytes of shared memory, in the swizzle of y's boxes.
-template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], u32 out) {
+template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], int row, u32 out) {
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, w = warp & 3, wg = warp >> 2, group = lane >> 2, pair = lane & 3;
     bool leader = w == 0 && lane == 0;
     auto together = [&] { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); };
@@ -229,7 +267,6 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
         together();
     };
     u32 column = tile.w * UNITS * UNIT + wg * 64;
-    int row = tile.x * N;
     if (p.bias) {
         u32 n0 = (tile.w * UNITS + warp) * UNIT + group;
         float low = n0 < p.n ? p.bias[n0] : 0.0f, high = n0 < p.n ? p.bias[n0 + 8] : 0.0f;
@@ -246,7 +283,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
         }
         end();
         if (leader) store_box(&p.y, out, column, row, tile.part, 0), store_commit();
-    } else if (p.output == OUTPUT_SILU) {
+    } else if (N >= 32 && p.output == OUTPUT_SILU) {
         begin();
         u32 to = out + lane * 64 + (w ^ (lane >> 1 & 3)) * 16;
         u32 gated[N / 8];
@@ -254,7 +291,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
         for (int j = 0; j < N / 8; j++)
             gated[j] = pack_half2(silu_fast(acc[4 * j]) * acc[4 * j + 2], silu_fast(acc[4 * j + 1]) * acc[4 * j + 3]);
 #pragma unroll
-        for (int j = 0; j < N / 8; j += 4) store_matrix_x4_transposed(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
+        for (int j = 0; j + 4 <= N / 8; j += 4) store_matrix_x4_transposed(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
         end();
         if (leader) store_box(&p.y, out, column / 2, row, tile.part, 0), store_commit();
     } else { // half of the rows at a time, 32 columns a box
@@ -285,7 +322,7 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
     }
 }
 
-template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles(const Int4Batch &p, u32 base, u32 full, u32 empty) {
+template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void multiply_tiles(const Int4Batch &p, u32 base, u32 full, u32 empty, u32 mail) {
     typedef Ring<N, GROUPS, SCALES> R;
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
     Lane mine;
@@ -297,10 +334,10 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles
     mine.turn = pair & 1 ? 0x0321 : 0x3210;
     mine.zero_points = p.zero_points;
     const u64 rows = descriptor_rows(base);
-    // A lane for each block of the cluster says that this warp is done with a slot.
-    u32 release_at = address_in_block(empty, lane < CLUSTER ? lane : 0);
+    // A lane for each block that shares this one's x says that this warp is done with a slot.
+    u32 release_at = address_in_block(empty, lane < ACROSS && ACROSS > 1 ? lane : cluster_rank());
     auto release = [&](u32 slot) {
-        if (lane < CLUSTER) barrier_arrive_in_block(release_at + 8 * slot);
+        if (lane < ACROSS) barrier_arrive_in_block(release_at + 8 * slot);
     };
     Place<R::SLOTS> at(0);
     float acc[N / 2];
@@ -324,7 +361,7 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles
         wgmma_commit();
     };
     FOR_TILES(t) {
-        Tile tile = tile_at<CLUSTER>(p, t);
+        Tile tile = tile_at<ACROSS, DEEP>(p, t);
 #pragma unroll
         for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
         u32 second = 0;
@@ -351,47 +388,60 @@ template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void multiply_tiles
         wgmma_wait<0>();
         hold(acc);
         release(second);
-        put<N, R::UNITS>(p, tile, acc, base + R::AT_OUT + (warp >> 2) * R::OUT);
+        u32 out = base + R::AT_OUT + (warp >> 2) * R::OUT;
+        if constexpr (DEEP == 1) {
+            put<N, R::UNITS>(p, tile, acc, tile.x * N, out);
+        } else {
+            float half[N / 4];
+            exchange<N>(acc, half, out, mail);
+            put<N / 2, R::UNITS>(p, tile, half, tile.x * N + cluster_rank() * (N / 2), out);
+        }
     }
     if ((threadIdx.x & 127) == 0) store_wait();
 }
 
-template <int N, int GROUPS, int CLUSTER, int SCALES> DEVICE void int4_batch(const Int4Batch &p) {
+template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_batch(const Int4Batch &p) {
     typedef Ring<N, GROUPS, SCALES> R;
     extern __shared__ __align__(1024) u8 shared[];
-    u32 base = shared_address(shared), full = base + R::AT_BARRIERS, empty = full + 8 * R::SLOTS;
+    u32 base = shared_address(shared), full = base + R::AT_BARRIERS, empty = full + 8 * R::SLOTS, mail = empty + 8 * R::SLOTS;
     u32 warp = threadIdx.x >> 5;
     if (threadIdx.x == 32) prefetch_map(&p.w), prefetch_map(&p.x), prefetch_map(&p.y);
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < R::SLOTS; i++) barrier_init(full + 8 * i, 1 + 32), barrier_init(empty + 8 * i, CLUSTER * 4 * GROUPS);
+        for (u32 i = 0; i < R::SLOTS; i++) barrier_init(full + 8 * i, 1 + 32), barrier_init(empty + 8 * i, ACROSS * 4 * GROUPS);
+        if (DEEP > 1) barrier_init(mail, 1), barrier_expect(mail, GROUPS * (N / 16) * 2048);
         barrier_init_fence();
     }
-    if (CLUSTER > 1) cluster_sync();
+    if (ACROSS * DEEP > 1) cluster_sync();
     else __syncthreads();
     let_next_kernel_start();
     if (warp >= 4 * GROUPS) {
-        give_registers<GROUPS == 3 ? 56 : 40>();
+        give_registers<N <= 64 ? 48 : GROUPS == 3 ? 56 : 40>();
         if (warp == 4 * GROUPS) {
-            if ((threadIdx.x & 31) == 0) ask<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+            if ((threadIdx.x & 31) == 0) ask<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty);
             __syncwarp();
         } else if (warp == 4 * GROUPS + 1) {
-            bring_scales<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+            bring_scales<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty);
         }
     } else {
-        take_registers<GROUPS == 3 ? 152 : 232>();
+        take_registers<N <= 64 ? 112 : GROUPS == 3 ? 152 : 232>();
         wait_for_previous_kernel();
-        multiply_tiles<N, GROUPS, CLUSTER, SCALES>(p, base, full, empty);
+        multiply_tiles<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty, mail);
     }
-    if (CLUSTER > 1) cluster_sync(); // no block leaves while the other one writes to it
+    if (ACROSS > 1) cluster_sync(); // no block leaves while the other one writes to it
 }
 
 #ifndef GROUP_SCALES
 #define GROUP_SCALES 1
 #endif
-#define KERNEL_OF(name, n, groups, cluster)                                                                         \
-    extern "C" __global__ void __launch_bounds__(128 * groups + 128, 1) name(const __grid_constant__ Int4Batch p) { \
-        int4_batch<n, groups, cluster, GROUP_SCALES>(p);                                                            \
+// To 64 rows as if a block had 128 threads more: 96 registers a thread instead of 128 leave room for the small kernels between
+// products, which otherwise begin only when a block has left.
+#define KERNEL_OF(name, n, groups, across, deep)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(128 * groups + (n <= 64 ? 256 : 128), 1) name(const __grid_constant__ Int4Batch p) { \
+        int4_batch<n, groups, across, deep, GROUP_SCALES>(p);                                                                        \
     }
-KERNEL_OF(int4_batch_64, 64, 3, 1)
-KERNEL_OF(int4_batch_128, 128, 3, 2)
-KERNEL_OF(int4_batch_256, 256, 2, 2)
+KERNEL_OF(int4_batch_32, 32, 3, 1, 1)
+KERNEL_OF(int4_batch_32_deep, 32, 3, 1, 2)
+KERNEL_OF(int4_batch_64, 64, 3, 1, 1)
+KERNEL_OF(int4_batch_64_deep, 64, 3, 1, 2)
+KERNEL_OF(int4_batch_128, 128, 3, 2, 1)
+KERNEL_OF(int4_batch_256, 256, 2, 2, 1)

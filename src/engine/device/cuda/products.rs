@@ -17,6 +17,7 @@ mod int4_ring;
 mod small;
 
 use self::int4::Int4Products;
+pub(super) use self::int4_batch::NAMES as INT4_BATCH_NAMES;
 pub(super) use self::int4_ring::NAMES as INT4_RING_NAMES;
 pub(super) use self::small::NAMES as SMALL_NAMES;
 use self::small::SmallProducts;

@@ -229,23 +229,11 @@ pub const INT4_RING: Unit = Unit {
     max_capability: 90,
 };
 
-pub const INT4_HOPPER: Unit = Unit {
-    file: "int4_hopper.cu",
-    source: include_str!("../../../../cuda/int4_hopper.cu"),
-    defines: &[],
-    hot: &["int4_wide_16", "int4_wide_32", "int4_wide_64"],
-    min_capability: 90,
-    max_capability: 90,
-};
-
-/// The same for groups of less than 128 columns.
-pub const INT4_HOPPER_SMALL_GROUPS: Unit = Unit { defines: &[("GROUPS", "4")], ..INT4_HOPPER };
-
 pub const INT4_BATCH: Unit = Unit {
     file: "int4_batch_hopper.cu",
     source: include_str!("../../../../cuda/int4_batch_hopper.cu"),
     defines: &[],
-    hot: &["int4_batch_64", "int4_batch_128", "int4_batch_256"],
+    hot: super::products::INT4_BATCH_NAMES,
     min_capability: 90,
     max_capability: 90,
 };
@@ -281,8 +269,6 @@ pub const ALL: &[&Unit] = &[
     &PRODUCTS_SMALL,
     &GEMM_HOPPER,
     &INT4_RING,
-    &INT4_HOPPER,
-    &INT4_HOPPER_SMALL_GROUPS,
     &INT4_BATCH,
     &INT4_BATCH_SMALL_GROUPS,
     &INT4_PACK,

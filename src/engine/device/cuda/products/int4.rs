@@ -1,28 +1,22 @@
-//! Products with 4-bit weights (cuda/int4.cu, cuda/int4_hopper.cu, cuda/int4_batch_hopper.cu), and the choice among them.
+//! Products with 4-bit weights (cuda/int4.cu, cuda/int4_ring_hopper.cu, cuda/int4_batch_hopper.cu), and the choice among them.
 //!
 //! | rows of x | product |
 //! |---|---|
 //! | 1 to 8 on Hopper, groups of 128; to 16 in parts of k or with silu | `int4_ring_*` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
 //! | 1 to 8 elsewhere, and where the ring has no cut | `int4_stream_8*`: memory-bound, straight to registers |
-//! | to `WIDE_ROWS` on Hopper, output whole and without silu; to 32 any | `int4_wide_*`: warpgroup products, W dequantised into registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
-//! | more on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
+//! | all others on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
 //! | more elsewhere | `int4_expand` and cuBLASLt, or without it, from 33 rows, `int4_tile_*` |
 
 use super::int4_batch::Int4BatchProducts;
 use super::int4_ring::Int4RingProducts;
 use super::{Job, Products, parts_for};
-use crate::engine::device::cuda::compile::Unit;
 use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
 use crate::engine::device::cuda::launch::{Arg, Launch, Stream};
 use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use crate::engine::device::cuda::units;
 use crate::{Error, Result};
 
-/// Rows above which all products are `int4_batch_*`.
-const WIDE_ROWS: usize = 64;
-/// Rows above which those in parts of k, or with as many tiles as gate and up, are.
-const WIDE_ANY_ROWS: usize = 32;
 /// To so many rows every product is an `int4_ring_*`; above, only those in parts of k or with silu. (For the inputs of mixers it
 /// is the faster one there too when timed alone, but a step of 16 is 0.12 ms slower with it.)
 const RING_ANY_ROWS: usize = 8;
@@ -31,10 +25,6 @@ const EXPAND_ROWS: usize = 65;
 /// Rows from which `int4_batch_*` add to the residual stream: with fewer, a matrix as narrow as the stream has too few tiles to
 /// fill the GPU without parts of k.
 const ADD_ROWS: usize = 769;
-/// Rows of W that a thread block of `int4_wide_*` makes.
-const WIDE_TILE: usize = 192;
-/// Rows of x of `int4_wide_*`, in the order of their kernels.
-const WIDE_BATCH: [usize; 3] = [16, 32, 64];
 /// `int4_stream_8` makes two units of 16 rows in a thread block; where the output takes no parts and units are fewer than this,
 /// its thread blocks are too few to end evenly, and `int4_stream_8_short` with a quarter of the work in each is faster.
 const FEW_UNITS: usize = 1024;
@@ -44,15 +34,6 @@ const fn tile_shared(rows: u32) -> u32 {
     4 * (rows * 128 + 8 * 512)
 }
 
-/// Threads of `int4_wide_*`: a warp for each 16 rows of W, and a warpgroup that brings x.
-const WIDE_THREADS: u32 = 512;
-
-/// Shared memory of `int4_wide_*`: the ring of x, stages of 256 bytes a row, and later the tile of sums.
-fn wide_shared(batch: usize) -> u32 {
-    let slots = if batch >= 64 { 4 } else { 8 };
-    (256 * batch * slots).max(4 * batch * (WIDE_TILE + 4)) as u32
-}
-
 pub(super) struct Int4Products {
     ring: Option<Int4RingProducts>,
     few: Kernel,
@@ -60,8 +41,6 @@ pub(super) struct Int4Products {
     small_groups: Kernel,
     /// To 16 and 32 rows.
     stream: [Kernel; 2],
-    /// For groups of 128 and more, and for smaller ones.
-    wide: Option<[[Kernel; 3]; 2]>,
     batch: Option<Int4BatchProducts>,
     tile: [Kernel; 2],
     expand: Kernel,
@@ -73,22 +52,13 @@ impl Int4Products {
     /// With room to expand a matrix of `elements` (0: none is expanded), where that is done. `portable`: none but kernels for every GPU.
     pub fn new(gpu: &Gpu, elements: usize, portable: bool) -> Result<Self> {
         let unit = &units::INT4;
-        let wide = |unit: &'static Unit| -> Result<[Kernel; 3]> {
-            let kernel = |name| gpu.kernel(unit, name);
-            Ok([kernel("int4_wide_16")?, kernel("int4_wide_32")?, kernel("int4_wide_64")?])
-        };
-        let hopper = !portable && units::INT4_HOPPER.supports(gpu.facts().capability);
+        let hopper = !portable && units::INT4_BATCH.supports(gpu.facts().capability);
         Ok(Self {
             ring: if hopper { Some(Int4RingProducts::new(gpu)?) } else { None },
             few: gpu.kernel(unit, "int4_stream_8")?,
             short: gpu.kernel(unit, "int4_stream_8_short")?,
             small_groups: gpu.kernel(unit, "int4_stream_8_small_groups")?,
             stream: [gpu.kernel(unit, "int4_stream_16")?, gpu.kernel(unit, "int4_stream_32")?],
-            wide: if hopper {
-                Some([wide(&units::INT4_HOPPER)?, wide(&units::INT4_HOPPER_SMALL_GROUPS)?])
-            } else {
-                None
-            },
             batch: if hopper { Some(Int4BatchProducts::new(gpu)?) } else { None },
             tile: [gpu.kernel(unit, "int4_tile_64")?, gpu.kernel(unit, "int4_tile_128")?],
             expand: gpu.kernel(unit, "int4_expand")?,
@@ -125,10 +95,6 @@ impl Products {
             }
             if rows <= 8 {
                 return self.int4_few(stream, int4, group, job);
-            }
-            let wide_rows = if parts_or_gated { WIDE_ANY_ROWS } else { WIDE_ROWS };
-            if let Some(kernels) = int4.wide.as_ref().filter(|_| rows <= wide_rows) {
-                return self.int4_wide(stream, &kernels[usize::from(group < 128)], job);
             }
             if let Some(batch) = &int4.batch {
                 return batch.launch(stream, job);
@@ -180,22 +146,6 @@ impl Products {
         Ok(parts)
     }
 
-    /// # Safety
-    /// As [`Self::launch`].
-    unsafe fn int4_wide(&self, stream: &Stream, kernels: &[Kernel; 3], job: Job) -> Result<usize> {
-        let at = WIDE_BATCH.iter().position(|&batch| job.rows <= batch).unwrap_or(WIDE_BATCH.len() - 1);
-        let batch = WIDE_BATCH[at];
-        let tiles = [job.rows.div_ceil(batch), job.w.rows.div_ceil(WIDE_TILE)];
-        let (parts, cluster) =
-            wide_parts(tiles[0] * tiles[1], job.w.cols.div_ceil(128), self.multiprocessors, job.output);
-        let launch = Launch::grid([parts as u32, tiles[0] as u32, tiles[1] as u32], WIDE_THREADS)
-            .shared(wide_shared(batch))
-            .cluster(cluster as u32);
-        // SAFETY: the caller's promise; the shape is one that `int4::empty` makes.
-        unsafe { self.put(stream, &kernels[at], launch, job, parts)? };
-        Ok(if cluster > 1 { 1 } else { parts })
-    }
-
     /// W in fp16, row-major, to `to`.
     ///
     /// # Safety
@@ -238,36 +188,5 @@ fn from_row(output: Output, first: usize, n: usize) -> Output {
         }
         Output::Residual { to } => Output::Residual { to: down(to, n, 4) },
         Output::Best { .. } => output,
-    }
-}
-
-/// Parts of k for `tiles` thread blocks, one a multiprocessor, and the cluster that sums them where the output takes none.
-fn wide_parts(tiles: usize, stages: usize, multiprocessors: usize, output: Output) -> (usize, usize) {
-    let fill = (multiprocessors / tiles.max(1)).max(1).min((stages / 4).max(1));
-    match output {
-        Output::Partials { max_parts, .. } => (fill.min(max_parts), 1),
-        _ => {
-            let cluster = fill.min(4);
-            (cluster, cluster)
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_of_wide_products_fill_the_gpu_once() {
-        let parts = |max_parts| Output::Partials { to: 0, part_stride: 0, max_parts };
-        let half = Output::Half { to: 0, stride: 8 };
-        // The 9B: mixer output and down, delta-net input, gate and up.
-        assert_eq!(wide_parts(22, 32, 132, parts(8)), (6, 1));
-        assert_eq!(wide_parts(44, 96, 132, parts(8)), (3, 1));
-        assert_eq!(wide_parts(22, 32, 132, parts(2)), (2, 1));
-        assert_eq!(wide_parts(64, 32, 132, half), (2, 2));
-        assert_eq!(wide_parts(128, 32, 132, half), (1, 1));
-        assert_eq!(wide_parts(1, 2, 132, half), (1, 1));
-        assert_eq!(wide_parts(1, 64, 132, half), (4, 4));
     }
 }

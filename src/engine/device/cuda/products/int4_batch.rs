@@ -1,5 +1,5 @@
-//! Launches of the products of many rows with 4-bit weights on Hopper (cuda/int4_batch_hopper.cu), and how each is cut into
-//! tiles.
+//! Launches of the products of more than a few rows with 4-bit weights on Hopper (cuda/int4_batch_hopper.cu), and how each is cut
+//! into tiles.
 
 use super::{HALF, Job, PARTS, SILU, cost, destination};
 use crate::engine::device::cuda::compile::Unit;
@@ -20,6 +20,12 @@ const ROOM_BYTES: usize = (227 << 10) - 256;
 /// Bytes a nanosecond of sums in parts, written and read again.
 const PART_BYTES_PER_NS: usize = 4200;
 
+/// Slots of the ring that a block asks for before the previous kernel has ended, to 128 rows: x, and what the kernels in front
+/// still read, would wait behind more.
+const AHEAD: u32 = 2;
+/// All of them.
+const WHOLE_RING: u32 = 16;
+
 /// One kernel, and what its tiles were measured to take (on an H200; how the kernels compare is what counts).
 #[derive(Debug)]
 struct Shape {
@@ -28,23 +34,45 @@ struct Shape {
     batch: usize,
     /// Warpgroups, of 64 rows of W each.
     groups: usize,
-    /// Blocks of a cluster, which take neighbouring tiles of W.
-    cluster: usize,
+    /// Blocks of a cluster that take neighbouring tiles of W and share x.
+    across: usize,
+    /// Blocks of a cluster that take parts of k of the same tile, for outputs that are whole.
+    deep: usize,
     /// A step of a tile, and what a tile takes besides.
     step_ns: usize,
     tile_ns: usize,
 }
 
-const SHAPES: [Shape; 3] = [
-    Shape { name: "int4_batch_64", batch: 64, groups: 3, cluster: 1, step_ns: 670, tile_ns: 3000 },
-    Shape { name: "int4_batch_128", batch: 128, groups: 3, cluster: 2, step_ns: 1100, tile_ns: 3000 },
-    Shape { name: "int4_batch_256", batch: 256, groups: 2, cluster: 2, step_ns: 1360, tile_ns: 3000 },
+const SHAPES: [Shape; 6] = [
+    shape("int4_batch_32", (32, 3), (1, 1), (520, 3300)),
+    shape("int4_batch_32_deep", (32, 3), (1, 2), (520, 3800)),
+    shape("int4_batch_64", (64, 3), (1, 1), (670, 3000)),
+    shape("int4_batch_64_deep", (64, 3), (1, 2), (670, 3500)),
+    shape("int4_batch_128", (128, 3), (2, 1), (1100, 3000)),
+    shape("int4_batch_256", (256, 2), (2, 1), (1360, 3000)),
 ];
+
+/// The kernels' names.
+pub const NAMES: &[&str] =
+    &[SHAPES[0].name, SHAPES[1].name, SHAPES[2].name, SHAPES[3].name, SHAPES[4].name, SHAPES[5].name];
+
+const fn shape(
+    name: &'static str,
+    (batch, groups): (usize, usize),
+    (across, deep): (usize, usize),
+    (step_ns, tile_ns): (usize, usize),
+) -> Shape {
+    Shape { name, batch, groups, across, deep, step_ns, tile_ns }
+}
 
 impl Shape {
     /// Rows of W that the blocks of a cluster take together.
     fn rows(&self) -> usize {
-        64 * self.groups * self.cluster
+        64 * self.groups * self.across
+    }
+
+    fn cluster(&self) -> usize {
+        self.across * self.deep
     }
 
     fn threads(&self) -> u32 {
@@ -56,6 +84,11 @@ impl Shape {
         if self.batch <= 128 { 2 } else { 1 }
     }
 
+    /// Rows of x whose sums leave together: of a tile, each block of a cluster that is deep writes its share.
+    fn out_rows(&self) -> u32 {
+        (self.batch / self.deep) as u32
+    }
+
     /// The ring, the output of each warpgroup, and the barriers: `Ring` of the kernels.
     fn shared_bytes(&self, large_groups: bool) -> usize {
         let units = 4 * self.groups;
@@ -63,7 +96,7 @@ impl Shape {
         let slot = self.blocks() * (128 * self.batch + 512 * units) + 40 * units * sets;
         let out = self.groups * 128 * self.batch;
         let slots = ((ROOM_BYTES - out) / slot).min(16);
-        slots * slot + out + 16 * slots
+        slots * slot + out + 16 * slots + 8
     }
 }
 
@@ -84,8 +117,9 @@ struct Arguments {
     parts: u32,
     w_tiles: u32,
     x_tiles: u32,
+    ahead: u32,
     /// What the alignment of the maps, 64 bytes, adds to the structure.
-    unused: [u32; 4],
+    unused: [u32; 3],
 }
 
 // SAFETY: integers only, and each field begins where the one before it ends: no padding.
@@ -100,14 +134,17 @@ struct Cut {
     parts: usize,
 }
 
-/// The fastest cut of W [n, k] for `rows` rows, by the time its tiles take.
-fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiprocessors: usize) -> Cut {
+/// The fastest cut of W [n, k] for `rows` rows, by the time its tiles take. `whole`: the output takes no parts, and sums may be
+/// exchanged in a cluster.
+fn cut([rows, n, k]: [usize; 3], max_parts: usize, whole: bool, multiprocessors: usize) -> Cut {
     let steps = k.div_ceil(STEP_COLUMNS);
-    let cuts = SHAPES.iter().enumerate().flat_map(|(index, shape)| {
+    // A block has at least a step.
+    let able = |shape: &Shape| shape.deep == 1 || (whole && steps >= shape.deep);
+    let cuts = SHAPES.iter().enumerate().filter(|(_, shape)| able(shape)).flat_map(|(index, shape)| {
         let (w_tiles, x_tiles) = (n.div_ceil(shape.rows()), rows.div_ceil(shape.batch));
         (1..=max_parts.min(steps)).map(move |parts| {
-            let waves = (w_tiles * x_tiles * parts).div_ceil(multiprocessors / shape.cluster);
-            let tiles = waves * (steps.div_ceil(parts) * shape.step_ns + shape.tile_ns);
+            let waves = (w_tiles * x_tiles * parts).div_ceil(multiprocessors / shape.cluster());
+            let tiles = waves * (steps.div_ceil(parts * shape.deep) * shape.step_ns + shape.tile_ns);
             let sums = if max_parts > 1 { 8 * parts * rows * n / PART_BYTES_PER_NS } else { 0 };
             (tiles + sums, Cut { shape: index, w_tiles, x_tiles, parts })
         })
@@ -126,7 +163,8 @@ impl Int4BatchProducts {
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let kernels = |unit: &'static Unit| -> Result<[Kernel; SHAPES.len()]> {
             let kernel = |shape: &Shape| gpu.kernel(unit, shape.name);
-            Ok([kernel(&SHAPES[0])?, kernel(&SHAPES[1])?, kernel(&SHAPES[2])?])
+            let [a, b, c, d, e, f] = &SHAPES;
+            Ok([kernel(a)?, kernel(b)?, kernel(c)?, kernel(d)?, kernel(e)?, kernel(f)?])
         };
         Ok(Self {
             kernels: [kernels(&units::INT4_BATCH)?, kernels(&units::INT4_BATCH_SMALL_GROUPS)?],
@@ -144,7 +182,8 @@ impl Int4BatchProducts {
             return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
         };
         let max_parts = if let Output::Partials { max_parts, .. } = output { max_parts } else { 1 };
-        let cut = cut(rows, w.rows, w.cols, max_parts, self.multiprocessors);
+        let whole = matches!(output, Output::Half { .. } | Output::Float { .. });
+        let cut = cut([rows, w.rows, w.cols], max_parts, whole, self.multiprocessors);
         let shape = &SHAPES[cut.shape];
         let large_groups = group >= LARGE_GROUP;
         let (kind, y, stride, part_stride, _) = destination(w, output);
@@ -162,13 +201,15 @@ impl Int4BatchProducts {
             parts: cut.parts as u32,
             w_tiles: cut.w_tiles as u32,
             x_tiles: cut.x_tiles as u32,
-            unused: [0; 4],
+            ahead: if shape.batch <= 128 { AHEAD } else { WHOLE_RING },
+            unused: [0; 3],
         };
-        // Every block takes tiles in turn, as many blocks as there are multiprocessors.
-        let clusters = (cut.w_tiles * cut.x_tiles * cut.parts).min(self.multiprocessors / shape.cluster);
-        let launch = Launch::new((clusters * shape.cluster) as u32, shape.threads())
+        // Every block takes tiles in turn, as many blocks as there are multiprocessors; those that exchange sums take one.
+        let tiles = cut.w_tiles * cut.x_tiles * cut.parts;
+        let clusters = if shape.deep > 1 { tiles } else { tiles.min(self.multiprocessors / shape.cluster()) };
+        let launch = Launch::new((clusters * shape.cluster()) as u32, shape.threads())
             .shared(shape.shared_bytes(large_groups) as u32)
-            .cluster(shape.cluster as u32)
+            .cluster(shape.cluster() as u32)
             .overlapping();
         let launch = Launch { cost: cost(job, cut.parts), ..launch };
         let kernel = &self.kernels[usize::from(!large_groups)][cut.shape];
@@ -189,7 +230,7 @@ fn packed_map(shape: &Shape, at: u64, n: usize, k: usize) -> Result<[u64; 16]> {
 /// x [rows, k].
 fn rows_map(shape: &Shape, at: u64, rows: usize, k: usize) -> Result<[u64; 16]> {
     let (rows, k) = (rows as u64, k as u64);
-    let extent = [64, (shape.batch / shape.cluster) as u32, 1, 1];
+    let extent = [64, (shape.batch / shape.across) as u32, 1, 1];
     Ok(TensorMap::halves(at, [k, rows, 1, 1], [k, k * rows, k * rows], extent)?.into_words())
 }
 
@@ -206,7 +247,7 @@ fn output_map(
     let far = if kind == PARTS { part_stride } else { stride * rows } as u64;
     let sizes = [columns, rows as u64, parts as u64, 1];
     let strides = [stride as u64, far, far * parts as u64];
-    let (batch, half_batch) = (shape.batch as u32, shape.batch as u32 / 2);
+    let (batch, half_batch) = (shape.out_rows(), shape.out_rows() / 2);
     let map = match kind {
         HALF => TensorMap::halves(at, sizes, strides, [64, batch, 1, 1])?,
         SILU => TensorMap::halves(at, sizes, strides, [32, batch, 1, 1])?,
@@ -231,23 +272,31 @@ mod tests {
 
     #[test]
     fn cuts_fill_the_gpu() {
-        let name = |rows, n, k, max_parts| {
-            let cut = cut(rows, n, k, max_parts, 132);
-            (SHAPES[cut.shape].batch, cut.w_tiles * cut.x_tiles * cut.parts, cut.parts)
+        let name = |rows, n, k, max_parts, whole| {
+            let cut = cut([rows, n, k], max_parts, whole, 132);
+            let shape = &SHAPES[cut.shape];
+            (shape.batch, cut.w_tiles * cut.x_tiles * cut.parts * shape.deep, cut.parts)
         };
-        // The 9B: delta-net input, gate and up, down, mixer output.
-        assert_eq!(name(128, 12288, 4096, 1), (64, 128, 1));
-        assert_eq!(name(128, 24576, 4096, 1), (128, 64, 1));
-        assert_eq!(name(128, 4096, 12288, 8), (128, 66, 6));
-        assert_eq!(name(33, 4096, 4096, 8), (64, 132, 6));
-        assert_eq!(name(64, 4096, 4096, 8), (64, 132, 6));
-        assert_eq!(name(64, 4096, 12288, 8), (64, 132, 6));
-        assert_eq!(name(256, 12288, 4096, 1), (128, 64, 1));
-        assert_eq!(name(256, 24576, 4096, 1), (128, 128, 1));
-        for n in [12288, 24576, 4096] {
-            assert_eq!(name(8192, n, 4096, 1).0, 256);
+        // The 9B: inputs of mixers, gate and up, down, mixer output.
+        assert_eq!(name(32, 12288, 4096, 1, true), (32, 128, 1));
+        assert_eq!(name(64, 12288, 4096, 1, true), (64, 128, 1));
+        assert_eq!(name(64, 10240, 4096, 1, true), (64, 108, 1));
+        assert_eq!(name(128, 12288, 4096, 1, true), (64, 128, 1));
+        assert_eq!(name(32, 24576, 4096, 1, false), (32, 128, 1));
+        assert_eq!(name(64, 24576, 4096, 1, false), (64, 128, 1));
+        assert_eq!(name(128, 24576, 4096, 1, false), (128, 64, 1));
+        assert_eq!(name(128, 4096, 12288, 8, false), (128, 66, 6));
+        for (rows, batch) in [(17, 32), (32, 32), (33, 64), (64, 64)] {
+            assert_eq!(name(rows, 4096, 4096, 8, false), (batch, 132, 6));
+            assert_eq!(name(rows, 4096, 12288, 8, false), (batch, 132, 6));
+        }
+        assert_eq!(name(256, 12288, 4096, 1, true), (128, 64, 1));
+        assert_eq!(name(256, 24576, 4096, 1, false), (128, 128, 1));
+        for (n, whole) in [(24576, false), (12288, true), (4096, false)] {
+            assert_eq!(name(8192, n, 4096, 1, whole).0, 256);
         }
         // Smaller than a tile, and less than a step for each part.
-        assert_eq!(name(65, 16, 64, 8).2, 1);
+        assert_eq!(name(65, 16, 64, 8, false).2, 1);
+        assert_eq!(name(9, 16, 64, 1, true).1, 1);
     }
 }
