@@ -45,8 +45,7 @@ impl Forward {
         });
         // Positions in the convolution window: three to read and one to write, and one for each draft.
         let ring = 4 + plan.max_drafts;
-        let rings =
-            units::PRODUCTS_HOPPER[0].supports(gpu.facts().capability) && weights.int4_elements() == 0;
+        let rings = units::PRODUCTS_HOPPER[0].supports(gpu.facts().capability);
         let delta = match &spec.delta_net {
             Some(shape) => {
                 let delta = Delta::new(
