@@ -10,6 +10,14 @@
 #define MAX_VECTORS 2 // float4 a thread: blocks have at least hidden / 8 threads
 #define MAX_PARTS 8
 
+// A read that the compiler leaves in front of those that follow.
+DEVICE float4 load_in_order(const float4 *from) {
+    float4 out;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "l"(from) : "memory");
+    return out;
+}
+
 // The weight of this thread's vectors: read before the wait, since no kernel writes it.
 DEVICE void load_weight(float4 (&w)[MAX_VECTORS], const float4 *weight, int vectors) {
 #pragma unroll
@@ -113,6 +121,44 @@ KERNEL add_norm(float *residual, const float *partials, int parts, u64 stride, c
     }
     finish_row(x, w, normed + (u64)blockIdx.x * hidden, vectors, eps, scratch);
 }
+
+// The same for a vector a thread and at most PARTS parts, of few rows between products: all reads are asked for at once, since each
+// round trip behind the weights of the next product takes about 2 us, with registers few enough for a row to wait beside a
+// product's block.
+template <int PARTS>
+DEVICE void add_norm_flat(float *residual, const float *partials, int parts, u64 stride, const float4 *weight, const u32 *select,
+                          f16 *normed, int hidden, float eps, int keep) {
+    __shared__ float scratch[32];
+    int at = threadIdx.x;
+    bool valid = 4 * at < hidden;
+    float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f), w = valid ? weight[at] : zero;
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    u32 source = select ? select[blockIdx.x] : blockIdx.x;
+    float4 *in = (float4 *)(residual + (u64)source * hidden) + at;
+    const float4 *part = (const float4 *)(partials + (u64)source * hidden) + at;
+    float4 x = valid ? load_in_order(in) : zero, y[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        y[p] = zero;
+        if (valid && p < parts) y[p] = load_in_order(part + p * (stride / 4));
+    }
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) x.x += y[p].x, x.y += y[p].y, x.z += y[p].z, x.w += y[p].w;
+    if (valid && keep && parts > 0) *in = x;
+    float sum = block_sum(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, scratch);
+    float scale = rsqrtf(sum / (float)hidden + eps);
+    if (valid)
+        ((uint2 *)(normed + (u64)blockIdx.x * hidden))[at] =
+            make_uint2(pack_half2(x.x * scale * w.x, x.y * scale * w.y), pack_half2(x.z * scale * w.z, x.w * scale * w.w));
+}
+
+#define ADD_NORM                                                                                                        \
+    float *residual, const float *partials, int parts, u64 stride, const float4 *weight, const u32 *select, f16 *normed, \
+        int hidden, float eps, int keep
+#define ADD_NORM_PASS residual, partials, parts, stride, weight, select, normed, hidden, eps, keep
+KERNEL __launch_bounds__(1024, 2) add_norm_3_parts(ADD_NORM) { add_norm_flat<3>(ADD_NORM_PASS); }
+KERNEL __launch_bounds__(640, 2) add_norm_6_parts(ADD_NORM) { add_norm_flat<6>(ADD_NORM_PASS); }
 
 // normed = norm of the residual stream, for many rows with nothing left to add. A block of WARPS warps a row, VECTORS float4 a
 // lane: all of a row is asked for at once, and enough blocks fit that some read while others write (8,192 rows of 4,096:

@@ -127,7 +127,7 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
             store_shared(to + 4 * ((8 * j + (i & 1)) * PITCH + 8 * (i >> 1)), acc[4 * j + i]);
     __syncthreads();
 
-    // Each thread takes 16 bytes of a row of y at a time: 8 rows of W, 16 with gate and up, 4 in fp32.
+    // Each thread takes 16 bytes of a row of y at a time, 8 rows of W or 4 in fp32; with gate and up 8 bytes, 4 rows of each.
     u32 w_rows = p.n - row0 < p.block_rows ? p.n - row0 : p.block_rows;
     auto sum4 = [&](u32 x_row, u32 w_row) {
         float4 sum = load_shared4(base + 4 * (x_row * PITCH + w_row));
@@ -148,22 +148,22 @@ template <int N, int GROUPS> DEVICE void batch_product(const BatchProduct &p) {
         }
         return;
     }
-    u32 each = p.output == OUTPUT_SILU ? 16 : p.output == OUTPUT_HALF ? 8 : 4, units = w_rows / each;
+    u32 each = p.output == OUTPUT_SILU || p.output == OUTPUT_HALF ? 8 : 4, units = w_rows / each;
     for (u32 i = threadIdx.x; i < p.rows * units; i += 32 * WARPS) {
-        u32 x_row = i / units, w_row = (i - x_row * units) * each;
+        u32 x_row = i / units, unit = i - x_row * units;
         u64 y_row = (u64)x_row * p.stride;
-        float4 a = sum4(x_row, w_row);
         if (p.output == OUTPUT_SILU) {
-            float4 b = sum4(x_row, w_row + 4), up_a = sum4(x_row, w_row + 8), up_b = sum4(x_row, w_row + 12);
-            *(uint4 *)((f16 *)p.y + y_row + (row0 + w_row) / 2) =
-                make_uint4(pack_half2(silu(a.x) * up_a.x, silu(a.y) * up_a.y), pack_half2(silu(a.z) * up_a.z, silu(a.w) * up_a.w),
-                           pack_half2(silu(b.x) * up_b.x, silu(b.y) * up_b.y), pack_half2(silu(b.z) * up_b.z, silu(b.w) * up_b.w));
+            u32 w_row = unit / 2 * 16 + unit % 2 * 4;
+            float4 gate = sum4(x_row, w_row), up = sum4(x_row, w_row + 8);
+            *(uint2 *)((f16 *)p.y + y_row + row0 / 2 + 4 * unit) =
+                make_uint2(pack_half2(silu_fast(gate.x) * up.x, silu_fast(gate.y) * up.y),
+                           pack_half2(silu_fast(gate.z) * up.z, silu_fast(gate.w) * up.w));
         } else if (p.output == OUTPUT_HALF) {
-            float4 b = sum4(x_row, w_row + 4);
-            *(uint4 *)((f16 *)p.y + y_row + row0 + w_row) =
+            float4 a = sum4(x_row, 8 * unit), b = sum4(x_row, 8 * unit + 4);
+            *(uint4 *)((f16 *)p.y + y_row + row0 + 8 * unit) =
                 make_uint4(pack_half2(a.x, a.y), pack_half2(a.z, a.w), pack_half2(b.x, b.y), pack_half2(b.z, b.w));
         } else {
-            *(float4 *)((float *)p.y + blockIdx.y * p.part_stride + y_row + row0 + w_row) = a;
+            *(float4 *)((float *)p.y + blockIdx.y * p.part_stride + y_row + row0 + 4 * unit) = sum4(x_row, 4 * unit);
         }
     }
 }

@@ -154,7 +154,7 @@ template <int N, int TILES> DEVICE void wide_product(const BatchProduct &p) {
                 float b0 = acc[t][8 * j + 4 + 2 * half] + high.x, b1 = acc[t][8 * j + 5 + 2 * half] + high.y;
                 u32 to = own + (8 * half + (lane >> 2)) * PITCH + 2 * pair;
                 if (gated) {
-                    store_shared(to + 16 * j, pack_half2(silu(a0) * b0, silu(a1) * b1));
+                    store_shared(to + 16 * j, pack_half2(silu_fast(a0) * b0, silu_fast(a1) * b1));
                 } else {
                     store_shared(to + 32 * j, pack_half2(a0, a1));
                     store_shared(to + 32 * j + 16, pack_half2(b0, b1));

@@ -147,6 +147,12 @@ fn norms_match() {
     for (hidden, rows, parts, selects) in [
         (2560, 1, 1, false),
         (2560, 33, 8, false),
+        (2560, 32, 6, false),
+        (2560, 9, 5, true),
+        (2568, 2, 3, false),
+        (4096, 8, 3, false),
+        (4096, 1, 1, true),
+        (4096, 32, 6, false),
         (264, 5, 3, false),
         (4104, 3, 6, false),
         (2560, 7, 2, true),

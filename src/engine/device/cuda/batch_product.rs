@@ -24,8 +24,8 @@ const GROUP_ROWS: usize = 64;
 const MULTIPROCESSOR_BYTES: usize = 228 << 10;
 const BLOCK_BYTES: usize = (2 << 10) + 512;
 
-/// Products that may be split along k have parts enough to give a block this many rows of W: fewer read x too often, more
-/// leave more sums to add.
+/// Products that may be split along k have parts enough to give a block at least so many rows of W (fewer read x too often, more
+/// leave more sums to add), and then as many more as leave the fewest multiprocessors without a block.
 const PART_ROWS: usize = 80;
 /// Blocks a multiprocessor from which all have [`MANY_WAVES_ROWS`] rows.
 const FEW_WAVES: usize = 4;
@@ -255,7 +255,9 @@ impl BatchProducts {
 fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiple: usize, multiprocessors: usize) -> Cut {
     let most = BATCHES[BATCHES.len() - 1];
     let (batch, groups) = BATCHES.into_iter().find(|(batch, _)| *batch >= rows).unwrap_or(most);
-    let parts = (PART_ROWS * multiprocessors).div_ceil(n).min(max_parts).min(k.div_ceil(TILE_COLUMNS));
+    let max_parts = max_parts.min(k.div_ceil(TILE_COLUMNS));
+    let fewest = (PART_ROWS * multiprocessors).div_ceil(n).min(max_parts);
+    let parts = (fewest..=max_parts).min_by_key(|parts| multiprocessors % parts).unwrap_or(1);
     let rows_for = |waves: usize| {
         let tiles = (multiprocessors * waves / parts).max(1);
         n.div_ceil(tiles).next_multiple_of(multiple)

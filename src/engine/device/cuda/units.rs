@@ -7,7 +7,14 @@ pub const NORM: Unit = Unit {
     file: "norm.cu",
     source: include_str!("../../../../cuda/norm.cu"),
     defines: &[],
-    hot: &["embed_norm", "add_norm", "norm_rows_2560", "norm_rows_4096"],
+    hot: &[
+        "embed_norm",
+        "add_norm",
+        "add_norm_3_parts",
+        "add_norm_6_parts",
+        "norm_rows_2560",
+        "norm_rows_4096",
+    ],
     min_capability: 80,
     max_capability: ANY_LATER,
 };

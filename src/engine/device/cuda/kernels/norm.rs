@@ -10,10 +10,24 @@ const MAX_HIDDEN: usize = 8192;
 /// Rows from which a kernel of its own is faster, where nothing is added.
 const MANY_ROWS: usize = 1024;
 
+/// Rows to which a kernel of fewer registers is faster: rows of the other one find no room beside a product's block, which then helps,
+/// since the next product's weights come later.
+const FEW_ROWS: usize = 32;
+
+/// A kernel of fewer registers for few rows.
+#[derive(Debug, Clone, Copy)]
+struct Few {
+    kernel: Kernel,
+    /// The most that it adds.
+    parts: usize,
+}
+
 #[derive(Debug, Clone, Copy)]
 pub struct Norms {
     embed: Kernel,
     add: Kernel,
+    /// None for wider rows than a block of it takes.
+    few: Option<Few>,
     gather: Kernel,
     /// For many rows, and its threads; none for wider rows than a block of it holds.
     rows: Option<(Kernel, u32)>,
@@ -45,9 +59,18 @@ impl Norms {
         // A vector a thread where a block can hold them, else two.
         let vectors = hidden.div_ceil(4);
         let threads = if vectors <= 1024 { vectors } else { vectors.div_ceil(2) };
+        let few = match vectors {
+            0..=640 => Some(("add_norm_6_parts", 6)),
+            641..=1024 => Some(("add_norm_3_parts", 3)),
+            _ => None,
+        };
+        let few = few
+            .map(|(name, parts)| Ok(Few { kernel: gpu.kernel(&units::NORM, name)?, parts }))
+            .transpose()?;
         Ok(Self {
             embed: gpu.kernel(&units::NORM, "embed_norm")?,
             add: gpu.kernel(&units::NORM, "add_norm")?,
+            few,
             gather: gpu.kernel(&units::NORM, "gather_rows")?,
             rows: match hidden {
                 0..=2560 => Some((gpu.kernel(&units::NORM, "norm_rows_2560")?, 128)),
@@ -118,6 +141,8 @@ impl Norms {
             return unsafe { stream.launch(&kernel, launch, &args) };
         }
         let keep = select.is_none();
+        let few = self.few.as_ref().filter(|few| rows <= FEW_ROWS && addend.parts <= few.parts);
+        let kernel = few.map_or(&self.add, |few| &few.kernel);
         let each = 4 + 2 + 4 * addend.parts + if keep { 4 } else { 0 };
         let launch =
             Launch::new(rows as u32, self.threads).overlapping().cost((rows * self.hidden * each) as u64, 0);
@@ -134,7 +159,7 @@ impl Norms {
             i32::from(keep).into(),
         ];
         // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
-        unsafe { stream.launch(&self.add, launch, &args) }
+        unsafe { stream.launch(kernel, launch, &args) }
     }
 
     /// Rows `select` (device address of u32 [rows]) of a residual stream and its norms, `from`, one after the other in `to`.
