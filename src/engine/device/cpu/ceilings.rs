@@ -9,7 +9,7 @@ use super::gemm::{self, Arithmetic};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
 use super::model::lock;
-use super::pool::{Pool, prefetch_line};
+use super::pool::{Pool, prefetch_line, prefetch_line_to_l2};
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::config::CpuMath;
@@ -29,7 +29,7 @@ const PART_BYTES: usize = 1 << 20;
 type ReadFn = fn(Isa, &[f32]) -> f32;
 
 /// As many streams side by side as (1, 2, 4 or 8), prefetched or left to the hardware. Which is best depends on the CPU.
-const READERS: [ReadFn; 7] = [
+const READERS: [ReadFn; 8] = [
     |isa, part| isa.run(ReadAll::<1, 0>(part)),
     |isa, part| isa.run(ReadAll::<2, 0>(part)),
     |isa, part| isa.run(ReadAll::<4, 0>(part)),
@@ -37,6 +37,7 @@ const READERS: [ReadFn; 7] = [
     |isa, part| isa.run(ReadAll::<1, AHEAD>(part)),
     |isa, part| isa.run(ReadAll::<2, AHEAD>(part)),
     |isa, part| isa.run(ReadAll::<4, AHEAD>(part)),
+    |isa, part| isa.run(ReadAll::<1, FAR>(part)),
 ];
 
 /// Measures all ceilings; about two seconds.
@@ -150,6 +151,8 @@ fn for_each_share(pool: &mut Pool, len: usize, body: &(dyn Fn(usize, usize) + Sy
 struct ReadAll<'a, const S: usize, const A: usize>(&'a [f32]);
 
 const AHEAD: usize = 1024;
+/// This far lines are asked for into the L2, and into the L1 a quarter of it ahead: best on Intel's CPUs.
+const FAR: usize = 4096;
 
 impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
     type Output = f32;
@@ -162,8 +165,12 @@ impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
             for s in 0..S {
                 let chunk = &self.0[s * stream + at..][..4 * LANES];
                 for (part, sum) in sums.iter_mut().enumerate() {
-                    if A > 0 {
-                        prefetch_line(chunk.as_ptr().wrapping_add(A + part * LANES).cast());
+                    let line = chunk.as_ptr().wrapping_add(part * LANES);
+                    if A == FAR {
+                        prefetch_line_to_l2(line.wrapping_add(FAR).cast());
+                        prefetch_line(line.wrapping_add(FAR / 4).cast());
+                    } else if A > 0 {
+                        prefetch_line(line.wrapping_add(A).cast());
                     }
                     for lane in 0..LANES {
                         sum[lane] += chunk[part * LANES + lane];

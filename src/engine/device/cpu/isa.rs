@@ -91,8 +91,7 @@ pub fn has_bf16() -> bool {
 /// True where pairs of bf16 by VDPBF16PS are faster than multiply-adds of f32. On Intel's CPUs they are not: two cores of a
 /// Xeon (family 6, model 207) make 170 GFLOP/s with it and 350 with multiply-adds, where AMD's Zen 5 makes 1,050 and 530.
 pub fn has_fast_bf16() -> bool {
-    static FAST: LazyLock<bool> = LazyLock::new(|| has_bf16() && !is_intel());
-    *FAST
+    has_bf16() && !is_intel()
 }
 
 /// What `cpu_math = bf16` is here, in words.
@@ -106,11 +105,15 @@ pub fn bf16_products() -> &'static str {
     }
 }
 
-fn is_intel() -> bool {
+/// True on CPUs of Intel.
+pub fn is_intel() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let id = std::arch::x86_64::__cpuid(0);
-        (id.ebx, id.edx, id.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e) // "Genu", "ineI", "ntel"
+        static INTEL: LazyLock<bool> = LazyLock::new(|| {
+            let id = std::arch::x86_64::__cpuid(0);
+            (id.ebx, id.edx, id.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e) // "Genu", "ineI", "ntel"
+        });
+        *INTEL
     }
     #[cfg(not(target_arch = "x86_64"))]
     {

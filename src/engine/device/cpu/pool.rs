@@ -86,6 +86,19 @@ pub fn prefetch_line(at: *const u8) {
     let _ = at;
 }
 
+/// The same into the L2, not the L1.
+#[inline(always)]
+pub fn prefetch_line_to_l2(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// The items that a thread owns in a phase still untaken: start in the low half, end in the high one. Alone on its lines.
 #[repr(align(128))]
 struct Untaken(AtomicU64);

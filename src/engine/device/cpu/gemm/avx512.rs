@@ -187,8 +187,7 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
         if E == 3 {
             let odd = _mm512_set1_epi32(0xffff_0000_u32 as i32);
             for _ in 0..tile.cols.div_ceil(2) {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                prefetch_pair(ahead, tile.far);
                 ahead = ahead.wrapping_add(tile.ahead_stride);
                 let (low, high) = (_mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()));
                 let even_low = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(low));
@@ -204,10 +203,10 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
         } else {
             let mut ahead_high = tile.ahead_high;
             for _ in 0..tile.cols {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                prefetch(ahead, tile.far);
                 ahead = ahead.wrapping_add(tile.ahead_stride);
                 if E != 1 {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead_high.cast());
+                    prefetch(ahead_high, tile.far);
                     ahead_high = ahead_high.wrapping_add(tile.ahead_stride);
                 }
                 add_column::<T>(&mut sums, load::<E>(w0), load::<E>(w1), x);
@@ -220,12 +219,22 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
     }
 }
 
-/// Prefetches the two lines of a later pair of columns.
+/// Asks for a line, and into the L2 for the one `far` bytes on unless that is 0 (see [`Tile::far`]).
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch_pair(at: *const u8) {
-    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
-    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES + 64).cast());
+pub fn prefetch(at: *const u8, far: usize) {
+    _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    if far > 0 {
+        _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(far).cast());
+    }
+}
+
+/// The same for two lines that follow each other.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn prefetch_pair(at: *const u8, far: usize) {
+    prefetch(at, far);
+    prefetch(at.wrapping_add(64), far);
 }
 
 /// One token times N panels one after the other, which are one stream. (Three side by side, each prefetched 512 bytes ahead,
@@ -241,7 +250,7 @@ unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
                 for k in 0..rows.cols.div_ceil(2) {
                     let even_x = _mm512_set1_ps(*rows.x.add(2 * k));
                     let odd_x = _mm512_set1_ps(*rows.x.add(2 * k + 1));
-                    prefetch_pair(panel.wrapping_add(128 * k));
+                    prefetch_pair(panel.wrapping_add(128 * k + PREFETCH_BYTES), rows.far);
                     for (v, sum) in sums.iter_mut().enumerate() {
                         let words = _mm512_loadu_si512(panel.add(128 * k + 64 * v).cast());
                         let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
@@ -254,9 +263,9 @@ unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
                 for k in 0..rows.cols {
                     let x = _mm512_set1_ps(*rows.x.add(k));
                     let ahead = panel.wrapping_add(32 * k * size + PREFETCH_BYTES);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    prefetch(ahead, rows.far);
                     if E == 0 {
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                        prefetch(ahead.wrapping_add(64), rows.far);
                     }
                     for (v, sum) in sums.iter_mut().enumerate() {
                         *sum = _mm512_fmadd_ps(load::<E>(panel.add((32 * k + 16 * v) * size)), x, *sum);
@@ -276,7 +285,7 @@ unsafe fn bf16_rows<const N: usize>(rows: &Rows) {
         for (sums, panel) in all.iter_mut().zip(&rows.panels) {
             for k in 0..rows.cols.div_ceil(2) {
                 let x = as_bf16(_mm512_set1_epi32(*rows.x.cast::<i32>().add(k)));
-                prefetch_pair(panel.wrapping_add(128 * k));
+                prefetch_pair(panel.wrapping_add(128 * k + PREFETCH_BYTES), rows.far);
                 for (v, sum) in sums.iter_mut().enumerate() {
                     let pairs = as_bf16(_mm512_loadu_si512(panel.add(128 * k + 64 * v).cast()));
                     *sum = _mm512_dpbf16_ps(*sum, pairs, x);
@@ -450,8 +459,7 @@ unsafe fn bf16_tile<const T: usize>(tile: &Tile) {
         let mut sums = load_sums::<T>(tile);
         let (mut w0, mut w1, mut x, mut ahead) = (tile.w0, tile.w1, tile.x, tile.ahead);
         for _ in 0..tile.cols.div_ceil(2) {
-            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+            prefetch_pair(ahead, tile.far);
             ahead = ahead.wrapping_add(tile.ahead_stride);
             add_pair::<T>(&mut sums, _mm512_loadu_si512(w0.cast()), _mm512_loadu_si512(w1.cast()), x);
             w0 = w0.add(tile.stride);
@@ -478,8 +486,7 @@ unsafe fn load_words<const G: usize>(
         let ahead = tile.ahead.wrapping_add((first * blocks + block * G + j) * tile.ahead_stride);
         // SAFETY: a panel holds all its words, by the contract of `TileFn`; prefetches never fault.
         unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+            prefetch_pair(ahead, tile.far);
             low[j] = _mm512_loadu_si512(tile.w0.add(at).cast());
             high[j] = _mm512_loadu_si512(tile.w1.add(at).cast());
         }

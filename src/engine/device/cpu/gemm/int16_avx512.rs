@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::avx512::load;
+use super::avx512::{load, prefetch_pair};
 use super::{Tile, TileFn};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
@@ -60,8 +60,7 @@ unsafe fn tokens_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile)
             let mut parts = [[_mm512_setzero_si512(); 2]; T];
             for block in g * blocks..(g + 1) * blocks {
                 let ahead = tile.ahead.wrapping_add(block * tile.ahead_stride);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64).cast());
+                prefetch_pair(ahead, tile.far);
                 let at = block * tile.stride;
                 let low = _mm512_loadu_si512(tile.w0.add(at).cast());
                 let high = _mm512_loadu_si512(tile.w1.add(at).cast());
