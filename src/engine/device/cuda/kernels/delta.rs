@@ -34,7 +34,7 @@ pub const WRITE_INTERVAL: usize = 8;
 /// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
 /// The same where those products are fed by rings in shared memory and want no L1.
-const STREAM_SEQUENCES_BESIDE_RINGS: usize = 5;
+const STREAM_SEQUENCES_BESIDE_RINGS: usize = 2;
 
 /// Whether a GPU of this compute capability (times ten) has kernels that leave such states unwritten for a few tokens. What
 /// they take is Hopper's shared memory: the GPUs of capability 12 have its instructions, and less than half of it.
