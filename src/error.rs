@@ -37,11 +37,11 @@ impl Error {
         )
     }
 
-    /// A result file that could not be written (a full disk, a read-only folder).
+    /// A file or folder that could not be written where the user wants it (a full disk, a read-only folder): theirs to mend.
     pub fn write(path: &Path, source: &std::io::Error) -> Self {
-        Self::failed(
+        Self::invalid(
             format!("cannot write {}: {source}", path.display()),
-            "free some space or choose another folder with --out",
+            "free some space, or choose a folder you may write to with --out",
         )
     }
 

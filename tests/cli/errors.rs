@@ -122,6 +122,11 @@ fn an_unwritable_place_is_the_users_to_mend() {
         "cannot write",
         "--out",
     );
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dense-qwen3-tiny");
+    for command in ["model synth demo", &format!("model quantize {model} --format awq --group 64")] {
+        env.run(&format!("{command} --out file/under")).fails(2, "cannot write file/under", "--out");
+        env.run(&format!("{command} --out file")).fails(2, "file is not a folder", "--out");
+    }
 }
 
 #[test]
