@@ -4,6 +4,9 @@ use clap::error::ErrorKind;
 
 use crate::Error;
 
+/// What to do where an experiment has to be named.
+pub const NO_EXPERIMENT: &str = "`inferwall list` shows all; give one of them";
+
 /// The parser's complaint as an [`Error`]. Where it is no complaint (help, version) it is printed and the process ends.
 pub fn explained(error: &clap::Error) -> Error {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
@@ -14,7 +17,13 @@ pub fn explained(error: &clap::Error) -> Error {
     let fact = fact.join(" ").trim_start_matches("error: ").to_string();
     let tips: Vec<String> =
         text.lines().filter_map(|line| line.trim().strip_prefix("tip: ")).map(tip).collect();
-    let hint = if tips.is_empty() { help(&text) } else { tips.join("; ") };
+    let hint = if error.kind() == ErrorKind::MissingRequiredArgument && fact.contains("<EXPERIMENT>") {
+        NO_EXPERIMENT.to_string()
+    } else if tips.is_empty() {
+        help(&text)
+    } else {
+        tips.join("; ")
+    };
     Error::invalid(fact, hint)
 }
 

@@ -131,7 +131,10 @@ fn peers_has_the_agreed_arms() {
 #[test]
 fn help_and_version_go_to_stdout() {
     let env = TestEnv::new();
-    assert!(env.run("--help").ok().stdout.contains("Commands:"));
+    let help = env.run("--help").ok().stdout;
+    for words in ["Commands:", "a 4-bit one", "inferwall run part3-batching-cliff --quick"] {
+        assert!(help.contains(words), "no `{words}` in\n{help}");
+    }
     assert!(env.run("--version").ok().stdout.starts_with("inferwall "));
 }
 
