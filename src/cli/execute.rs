@@ -219,7 +219,7 @@ pub fn new_record(
         schema: SCHEMA,
         experiment: plan.experiment.clone(),
         status: Status::Running,
-        command: std::env::args().skip(1).collect(),
+        command: record::command_line(),
         version: env!("CARGO_PKG_VERSION").to_string(),
         commit: env!("INFERWALL_COMMIT").to_string(),
         build: record::build_id(),

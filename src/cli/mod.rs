@@ -26,6 +26,7 @@ pub mod usage;
 use clap::{Parser, Subcommand};
 
 use crate::Result;
+use crate::experiment::record::command_line;
 
 /// Below the list of commands.
 const BEGIN: &str = "Begin with `inferwall doctor` and `inferwall run part3-batching-cliff --quick`: a real engine and a small model \
@@ -80,7 +81,7 @@ enum Command {
 /// # Errors
 /// [`crate::Error::Invalid`] for an unknown command or flag, with the nearest one.
 pub fn parse() -> Result<Arguments> {
-    Arguments::try_parse().map_err(|error| usage::explained(&error))
+    Arguments::try_parse().map_err(|error| usage::explained(&error, &command_line()))
 }
 
 /// # Errors

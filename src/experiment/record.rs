@@ -22,6 +22,11 @@ pub fn build_id() -> String {
     format!("{}+{}", env!("CARGO_PKG_VERSION"), env!("INFERWALL_COMMIT"))
 }
 
+/// What was typed, program name left out. (A path need not be Unicode; here it is as near as can be.)
+pub fn command_line() -> Vec<String> {
+    std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect()
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {

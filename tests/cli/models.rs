@@ -31,6 +31,9 @@ fn wrong_tokens() {
     );
     logits("--tokens 1,x").fails(2, "`x` is not a token id", "1,2,3");
     logits("--tokens @none").fails(2, "none", "exists");
+    logits("--tokens @.").fails(2, "cannot read .", "that is a folder");
+    std::fs::write(env.path().join("bytes"), [0xff, 0xfe]).unwrap();
+    logits("--tokens @bytes").fails(2, "cannot read bytes", "it is no text");
     logits("--tokens @").fails(2, "--tokens @ names no file", "@ids.txt");
     logits("--tokens -1").fails(2, "`-1` is not a token id", "0 or more");
     logits("--tokens 99999999999").fails(2, "`99999999999` is not a token id", "below the vocabulary's size");

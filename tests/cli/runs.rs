@@ -164,6 +164,21 @@ fn out_is_where_results_go_and_nothing_is_overwritten() {
     assert!(!env.path().join("results").exists());
 }
 
+/// A folder's name need not be Unicode.
+#[cfg(unix)]
+#[test]
+fn out_may_be_any_name() {
+    use std::os::unix::ffi::OsStrExt;
+
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let name = std::ffi::OsStr::from_bytes(b"\xff");
+    let mut command = env.command();
+    command.args("run small --experiments e.toml --device sim:fixed --values 1 --repeats 1".split(' '));
+    Ran::new(command.arg("--out").arg(name).output().unwrap()).ok();
+    assert!(env.path().join(name).join("small").is_dir());
+}
+
 #[test]
 fn check_fails_when_a_claim_does_not_hold() {
     let env = TestEnv::new();
