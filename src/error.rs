@@ -3,6 +3,7 @@
 //! A message names the file and key or tensor, what was found and what was expected. The variant
 //! decides the exit code, so a caller that builds an error also decides whose fault it is.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -31,17 +32,19 @@ impl Error {
 
     /// A file that could not be read as input: the user's to mend.
     pub fn read(path: &Path, source: &std::io::Error) -> Self {
-        Self::invalid(
-            format!("cannot read {}: {source}", path.display()),
-            "check that the path exists and that you may read it",
-        )
+        let hint = match source.kind() {
+            ErrorKind::IsADirectory => "that is a folder: give a file",
+            ErrorKind::InvalidData => "it is no text: check that it is the file you meant",
+            _ => "check that the path exists and that you may read it",
+        };
+        Self::invalid(format!("cannot read {}: {source}", path.display()), hint)
     }
 
-    /// A result file that could not be written (a full disk, a read-only folder).
+    /// A file or folder that could not be written where the user wants it (a full disk, a read-only folder): theirs to mend.
     pub fn write(path: &Path, source: &std::io::Error) -> Self {
-        Self::failed(
+        Self::invalid(
             format!("cannot write {}: {source}", path.display()),
-            "free some space or choose another folder with --out",
+            "free some space, or choose a folder you may write to with --out",
         )
     }
 

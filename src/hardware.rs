@@ -175,14 +175,10 @@ impl Gpu {
 pub fn gpu(id: &str) -> Result<&'static Gpu> {
     GPUS.iter().find(|gpu| gpu.id == id).ok_or_else(|| {
         let all: Vec<_> = GPUS.iter().map(|gpu| gpu.id).collect();
-        let nearest = all
-            .iter()
-            .max_by(|a, b| strsim::jaro_winkler(a, id).total_cmp(&strsim::jaro_winkler(b, id)))
-            .unwrap_or(&"a10g");
-        Error::invalid(
-            format!("no GPU `{id}` in the table"),
-            format!("did you mean `{nearest}`? GPUs: {}", all.join(", ")),
-        )
+        let similar = all.iter().map(|name| (strsim::jaro_winkler(name, id), name));
+        let nearest = similar.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(similarity, _)| *similarity > 0.6);
+        let meant = nearest.map_or_else(String::new, |(_, name)| format!("did you mean `{name}`? "));
+        Error::invalid(format!("no GPU `{id}` in the table"), format!("{meant}GPUs: {}", all.join(", ")))
     })
 }
 
@@ -226,6 +222,9 @@ mod tests {
     fn an_unknown_name_offers_the_nearest() {
         let error = gpu("h10").unwrap_err();
         assert!(error.hint().contains("did you mean `h100`"), "{}", error.hint());
+        // (What resembles none of them is like none of them.)
+        let error = gpu("cpu").unwrap_err();
+        assert!(error.hint().starts_with("GPUs: a10g"), "{}", error.hint());
     }
 
     #[test]

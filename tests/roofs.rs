@@ -5,11 +5,12 @@ use std::collections::VecDeque;
 
 use inferwall::Result;
 use inferwall::cli::execute::{build_plan, new_record};
+use inferwall::cli::flags::Format;
 use inferwall::engine::account::Ceilings;
 use inferwall::engine::clock::Clock;
 use inferwall::engine::config::{CacheDtype, EngineConfig};
 use inferwall::engine::device::sim::SimDevice;
-use inferwall::engine::device::{Device, DeviceInfo, LoadOptions, LoadProgress, Model};
+use inferwall::engine::device::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model};
 use inferwall::engine::model::layout::ModelLayout;
 use inferwall::engine::model::weights::WeightSource;
 use inferwall::experiment::folder::{RUN_FILE, ResultsFolder};
@@ -18,6 +19,8 @@ use inferwall::experiment::prepare::prepare;
 use inferwall::experiment::record::RunRecord;
 use inferwall::experiment::runner::{Ending, Progress, Runner};
 use inferwall::experiment::spec::Rig;
+use inferwall::explain::compare;
+use inferwall::explain::run::explain_run;
 use inferwall::report::export;
 use inferwall::report::results::RunResults;
 
@@ -203,4 +206,37 @@ fn records_from_before_are_read_and_judged_by_their_one_measurement() {
     let new = &results.record;
     assert_eq!(new.ceilings_at("max_num_seqs=1", 0).read_bytes_per_s, 0.9 * old.ceilings.read_bytes_per_s);
     assert_eq!(new.typical_ceilings(|_| true).read_bytes_per_s, 0.9 * old.ceilings.read_bytes_per_s);
+}
+
+/// A model under other threads or other arithmetic has ceilings of its own, and is simulated on them.
+#[test]
+fn an_arm_is_simulated_on_the_ceilings_of_arms_like_it() {
+    // Both repeats of the first arm at 1, those of the second at a half.
+    let (_place, mut results) = run(1.0, &[1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5]);
+    // (A simulated device, or a GPU of the table, would stand for itself.)
+    results.record.device.kind = DeviceKind::Cpu;
+    results.record.device.name = "none of the table".to_string();
+    // The bandwidths simulated with, as shares of the true one, each with its arms.
+    let bandwidths = |results: &RunResults| -> Vec<(f64, Vec<String>)> {
+        let share = |device: &str| {
+            let figure = device.strip_prefix("sim:custom:gb_per_s=").unwrap().split(',').next().unwrap();
+            figure.parse::<f64>().unwrap() * 1e9 / results.record.ceilings.read_bytes_per_s
+        };
+        let devices = compare::compare(results, None).unwrap().devices;
+        devices.into_iter().map(|(device, arms)| ((share(&device) * 100.0).round() / 100.0, arms)).collect()
+    };
+    let (one, two) = ("max_num_seqs=1".to_string(), "max_num_seqs=2".to_string());
+    // Alike, they share the median.
+    assert_eq!(bandwidths(&results), [(0.75, vec![one.clone(), two.clone()])]);
+    results.record.plan.arms[1].engine.threads = Some(1);
+    assert_eq!(bandwidths(&results), [(1.0, vec![one.clone()]), (0.5, vec![two.clone()])]);
+    let section = compare::section(&results, Format::Table);
+    assert!(section.contains(" for max_num_seqs=1; sim:custom:"), "{section}");
+    // An explanation asks "what if" of the same device.
+    let explained = explain_run(&results, None, Some(&two), true).unwrap();
+    let rows = compare::compare(&results, None).unwrap().rows;
+    let row = rows.iter().find(|row| row.arm == two && row.metric == "output_throughput").unwrap();
+    assert_eq!(Some(explained[0].counterfactuals[0].output_throughput.0), row.simulated);
+    let named = SimDevice::parse("sim:h100").unwrap();
+    assert_eq!(compare::compare(&results, Some(&named)).unwrap().devices_in_words(), "sim:h100");
 }

@@ -1,6 +1,6 @@
 //! `inferwall diff`: two results, metric by metric, with intervals and verdicts.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -28,25 +28,43 @@ pub struct DiffFlags {
     fail_on: Option<String>,
 }
 
-/// What to do about it.
-const TOO_FEW: &str = "hint: `too few repeats`: a change needs two repeats or more on each side to be told from noise, four to \
-                       be told among all metrics; run both again with --repeats 5";
+/// What to do about verdicts that few repeats do not allow, before the rows that bear them; `None` where there are none.
+fn too_few_repeats(rows: &[DiffRow]) -> Option<String> {
+    let count = rows.iter().filter(|row| row.verdict == Verdict::TooFewRepeats).count();
+    (count > 0).then(|| {
+        format!(
+            "hint: {count} of {} rows say `too few repeats`: a change needs two repeats or more on each side to be told \
+             from noise, four to be told among all metrics; run both again with --repeats 5",
+            rows.len()
+        )
+    })
+}
+
+/// Whether both paths lead to one file or folder.
+fn same(one: &Path, other: &Path) -> bool {
+    one == other
+        || one.canonicalize().ok().zip(other.canonicalize().ok()).is_some_and(|(one, other)| one == other)
+}
 
 impl DiffFlags {
     pub fn run(self) -> Result<()> {
         let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
         let comparison = compare::compare(&compare::read(&self.before)?, &compare::read(&self.after)?)?;
+        if same(&self.before, &self.after) {
+            output::warning(&format!("{} is compared with itself", self.before.display()));
+        }
         for warning in &comparison.warnings {
             output::warning(warning);
+        }
+        // Before the rows, which may be many.
+        if let Some(hint) = too_few_repeats(&comparison.rows) {
+            output::note(&hint);
         }
         output::data(&match self.format {
             Format::Json => compare::to_json(&comparison.rows)? + "\n",
             Format::Csv => compare::to_csv(&comparison.rows)?,
             format => draw(format, &comparison.rows)?,
         })?;
-        if comparison.has(Verdict::TooFewRepeats) {
-            output::note(TOO_FEW);
-        }
         match fail_on {
             Some(verdict) if comparison.has(verdict) => {
                 let failing: Vec<String> = comparison

@@ -72,15 +72,18 @@ pub fn build_plan(options: &PlanOptions, rig: &Rig) -> Result<Plan> {
     plan::build(spec::find(&experiments, &options.experiment)?, options, rig)
 }
 
+/// Threads that a CPU device opens with for a plan. Where arms differ they are its own number, which `auto` then means.
+fn device_threads(plan: &Plan) -> Option<usize> {
+    let all: BTreeSet<Option<usize>> = plan.arms.iter().map(|arm| arm.engine.threads).collect();
+    all.first().copied().flatten().filter(|_| all.len() == 1)
+}
+
 pub fn execute(request: &Request) -> Result<()> {
     let options = &request.options;
     let flags = &request.output;
     let (rig, reason) = device::rig(&options.device)?;
     let plan = build_plan(options, &rig)?;
-    // Where arms differ, the device opens with its own number, which `auto` then means.
-    let all_threads: BTreeSet<Option<usize>> = plan.arms.iter().map(|arm| arm.engine.threads).collect();
-    let threads = all_threads.first().copied().flatten().filter(|_| all_threads.len() == 1);
-    let mut device = device::open(&options.device, threads)?.device;
+    let mut device = device::open(&options.device, device_threads(&plan))?.device;
     warn_of_memory(device.as_ref());
     let mut prepared = prepare(&plan, device.as_ref())?;
     if !reason.is_empty() {
@@ -216,7 +219,7 @@ pub fn new_record(
         schema: SCHEMA,
         experiment: plan.experiment.clone(),
         status: Status::Running,
-        command: std::env::args().skip(1).collect(),
+        command: record::command_line(),
         version: env!("CARGO_PKG_VERSION").to_string(),
         commit: env!("INFERWALL_COMMIT").to_string(),
         build: record::build_id(),
@@ -289,4 +292,30 @@ fn resume_command(record: &RunRecord, folder: &Path) -> String {
     let command =
         if record.experiment == SWEEP { "sweep".to_string() } else { format!("run {}", record.experiment) };
     format!("`inferwall {command} --resume {}`", folder.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::device::DeviceKind;
+
+    #[test]
+    fn auto_threads_beside_a_number_are_the_devices_own() {
+        let threads = |knob: &str, values: &str, set: &[&str]| {
+            let options = PlanOptions {
+                experiment: SWEEP.to_string(),
+                sweep: vec![(knob.to_string(), values.to_string())],
+                set: set.iter().map(ToString::to_string).collect(),
+                ..PlanOptions::default()
+            };
+            let plan = build_plan(&options, &Rig { kind: DeviceKind::Cpu, id: "cpu".to_string() }).unwrap();
+            (device_threads(&plan), plan.arms.iter().map(|arm| arm.engine.threads).collect::<Vec<_>>())
+        };
+        assert_eq!(threads("threads", "auto,1", &[]), (None, vec![None, Some(1)]));
+        assert_eq!(threads("threads", "1,auto", &[]), (None, vec![Some(1), None]));
+        assert_eq!(threads("threads", "1,2", &[]), (None, vec![Some(1), Some(2)]));
+        assert_eq!(threads("threads", "2", &[]), (Some(2), vec![Some(2)]));
+        assert_eq!(threads("max_num_seqs", "1,2", &["threads=3"]), (Some(3), vec![Some(3); 2]));
+        assert_eq!(threads("max_num_seqs", "1,2", &["threads=auto"]), (None, vec![None; 2]));
+    }
 }

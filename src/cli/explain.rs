@@ -6,7 +6,6 @@ use clap::Args;
 
 use super::flags::Format;
 use super::output;
-use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::explain::{compare, run, text};
 use crate::report::results::RunResults;
@@ -54,15 +53,12 @@ impl ExplainFlags {
             output::note("this device has no roofs: only what the steps themselves show");
             return output::data(&report::why::render(&results, self.format)?);
         }
-        let device = match &self.sim {
-            Some(name) => SimDevice::parse(name)?,
-            None => run::stand_in(&results, self.compare_sim)?,
-        };
+        let device = self.sim.as_deref().map(SimDevice::parse).transpose()?;
         if self.compare_sim {
-            return self.compare(&results, &device);
+            return self.compare(&results, device.as_ref());
         }
         let explanations =
-            run::explain_run(&results, &device, self.arm.as_deref(), !self.no_counterfactuals)?;
+            run::explain_run(&results, device.as_ref(), self.arm.as_deref(), !self.no_counterfactuals)?;
         if self.format == Format::Json {
             return json(&explanations);
         }
@@ -76,13 +72,13 @@ impl ExplainFlags {
         output::data(&text)
     }
 
-    fn compare(&self, results: &RunResults, device: &SimDevice) -> Result<()> {
-        let rows = compare::compare(results, device)?;
+    fn compare(&self, results: &RunResults, device: Option<&SimDevice>) -> Result<()> {
+        let all = compare::compare(results, device)?;
         if self.format == Format::Json {
-            return json(&rows);
+            return json(&all.rows);
         }
-        output::note(&format!("simulated on {}", device.info().id));
-        output::data(&compare::draw(&rows, self.format)?)
+        output::note(&format!("simulated on {}", all.devices_in_words()));
+        output::data(&compare::draw(&all.rows, self.format)?)
     }
 }
 

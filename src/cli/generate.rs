@@ -22,7 +22,7 @@ pub struct GenerateFlags {
     prompt: Option<String>,
 
     /// Token ids to go on from: 1,2,3 or @FILE
-    #[arg(long, value_name = "IDS")]
+    #[arg(long, value_name = "IDS", allow_negative_numbers = true)]
     tokens: Option<String>,
 
     /// Stop after this many tokens

@@ -13,7 +13,7 @@ pub struct LogitsFlags {
     model: ModelFlags,
 
     /// Token ids: 1,2,3 or @FILE
-    #[arg(long, value_name = "IDS")]
+    #[arg(long, value_name = "IDS", allow_negative_numbers = true)]
     tokens: String,
 
     /// Only the last N positions
@@ -38,8 +38,8 @@ impl LogitsFlags {
         let last = self.last.unwrap_or(tokens.len());
         if last == 0 || last > tokens.len() {
             return Err(Error::invalid(
-                format!("--last {last}, but there are {} tokens", tokens.len()),
-                format!("give 1 to {}", tokens.len()),
+                format!("--last {last} is out of bounds for --tokens of length {}", tokens.len()),
+                format!("give 1 to {}, or leave it out for all positions", tokens.len()),
             ));
         }
         // (The reference arithmetic, whatever --set says.)

@@ -69,7 +69,7 @@ impl MergeFlags {
                 }
             }
         }
-        merged.command = std::env::args().skip(1).collect();
+        merged.command = record::command_line();
         merged.ended = Some(record::now());
         merged.warn_of_ceilings();
 

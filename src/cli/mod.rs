@@ -26,10 +26,15 @@ pub mod usage;
 use clap::{Parser, Subcommand};
 
 use crate::Result;
+use crate::experiment::record::command_line;
+
+/// Below the list of commands.
+const BEGIN: &str = "Begin with `inferwall doctor` and `inferwall run part3-batching-cliff --quick`: a real engine and a small model \
+                     with random weights, on a CPU too.";
 
 /// Turn one knob of an LLM server until something breaks, and see which resource ran out and why.
 #[derive(Debug, Parser)]
-#[command(name = "inferwall", version, max_term_width = 110, arg_required_else_help = true)]
+#[command(name = "inferwall", version, max_term_width = 110, arg_required_else_help = true, after_help = BEGIN)]
 pub struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -61,7 +66,7 @@ enum Command {
     Generate(generate::GenerateFlags),
     /// Logits of given tokens as JSON, on the CPU in f32 arithmetic whatever cpu_math says
     Logits(logits::LogitsFlags),
-    /// Look at a model, fetch one, write a synthetic one, measure perplexity
+    /// Look at a model, fetch one, write a synthetic or a 4-bit one, measure perplexity
     Model(model::ModelFlags),
     /// What this machine has: CPU, memory, GPU, libraries, measured ceilings
     Doctor(doctor::DoctorFlags),
@@ -76,7 +81,7 @@ enum Command {
 /// # Errors
 /// [`crate::Error::Invalid`] for an unknown command or flag, with the nearest one.
 pub fn parse() -> Result<Arguments> {
-    Arguments::try_parse().map_err(|error| usage::explained(&error))
+    Arguments::try_parse().map_err(|error| usage::explained(&error, &command_line()))
 }
 
 /// # Errors

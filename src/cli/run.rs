@@ -4,6 +4,7 @@ use clap::Args;
 
 use super::execute::{self, Request};
 use super::flags::{ExperimentsFlag, PartFlags, PlanFlags, RunOutputFlags};
+use super::usage::NO_EXPERIMENT;
 use crate::experiment::plan::PlanOptions;
 use crate::{Error, Result};
 
@@ -40,10 +41,7 @@ impl RunFlags {
             Some(experiment) => options.experiment.clone_from(experiment),
             None if !options.experiment.is_empty() => {}
             None => {
-                return Err(Error::invalid(
-                    "no experiment was named",
-                    "`inferwall list` shows all; give one of them",
-                ));
+                return Err(Error::invalid("no experiment was named", NO_EXPERIMENT));
             }
         }
         self.lay_over(&mut options)?;

@@ -193,6 +193,9 @@ impl Checked {
 /// `1,2,3` or `@FILE` with ids separated by commas, white space or both; a JSON array is read too.
 pub fn parse_tokens(text: &str) -> Result<Vec<u32>> {
     let (text, place) = match text.strip_prefix('@') {
+        Some("") => {
+            return Err(Error::invalid("--tokens @ names no file", "for example --tokens @ids.txt"));
+        }
         Some(file) => {
             let path = Path::new(file);
             (std::fs::read_to_string(path).map_err(|error| Error::read(path, &error))?, file.to_string())
@@ -206,7 +209,7 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>> {
             part.parse().map_err(|_| {
                 Error::invalid(
                     format!("{place}: `{part}` is not a token id"),
-                    "give whole numbers, for example 1,2,3",
+                    "give whole numbers of 0 or more, below the vocabulary's size, for example 1,2,3",
                 )
             })
         })
@@ -227,7 +230,7 @@ mod tests {
     fn token_lists() {
         assert_eq!(parse_tokens("1,2, 3").unwrap(), [1, 2, 3]);
         assert_eq!(parse_tokens("[1, 2]\n").unwrap(), [1, 2]);
-        for wrong in ["", "1,x", "-1", "4294967296", "@/no/such/file"] {
+        for wrong in ["", "1,x", "-1", "4294967296", "@", "@/no/such/file"] {
             assert_eq!(parse_tokens(wrong).unwrap_err().exit_code(), 2, "{wrong}");
         }
     }

@@ -112,12 +112,14 @@ fn text(plan: &Plan, rig: &Rig, reason: &str, format: Format) -> Result<String> 
     }
     text.push('\n');
     text += &arms(plan, format)?;
-    if !plan.claims.is_empty() {
+    let left_out = claims::left_out(plan);
+    if !plan.claims.is_empty() || left_out.is_some() {
         text += "\nClaims, checked on every run:\n\n";
         for claim in &plan.claims {
             let rig = if claim.rig == "any" { String::new() } else { format!(" [{}]", claim.rig) };
             text += &format!("- {}: expected {}{rig}\n", claim.text, claims::expected(claim));
         }
+        text += &left_out.map_or_else(String::new, |left_out| format!("- {left_out}\n"));
     }
     Ok(text)
 }

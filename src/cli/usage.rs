@@ -1,11 +1,17 @@
 //! What is wrong with a command line, told as every other error is: a fact and a hint.
 
+use clap::CommandFactory;
 use clap::error::ErrorKind;
 
+use super::Arguments;
 use crate::Error;
 
-/// The parser's complaint as an [`Error`]. Where it is no complaint (help, version) it is printed and the process ends.
-pub fn explained(error: &clap::Error) -> Error {
+/// What to do where an experiment has to be named.
+pub const NO_EXPERIMENT: &str = "`inferwall list` shows all; give one of them";
+
+/// The parser's complaint of what was `typed` as an [`Error`]. Where it is no complaint (help, version) it is printed and
+/// the process ends.
+pub fn explained(error: &clap::Error, typed: &[String]) -> Error {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         error.exit();
     }
@@ -14,7 +20,13 @@ pub fn explained(error: &clap::Error) -> Error {
     let fact = fact.join(" ").trim_start_matches("error: ").to_string();
     let tips: Vec<String> =
         text.lines().filter_map(|line| line.trim().strip_prefix("tip: ")).map(tip).collect();
-    let hint = if tips.is_empty() { help(&text) } else { tips.join("; ") };
+    let hint = if error.kind() == ErrorKind::MissingRequiredArgument && fact.contains("<EXPERIMENT>") {
+        NO_EXPERIMENT.to_string()
+    } else if tips.is_empty() {
+        help(typed)
+    } else {
+        tips.join("; ")
+    };
     Error::invalid(fact, hint)
 }
 
@@ -28,24 +40,27 @@ fn tip(text: &str) -> String {
     }
 }
 
-/// The help of the command that was being read, which the usage line names.
-fn help(text: &str) -> String {
-    let usage = text.lines().find_map(|line| line.strip_prefix("Usage: ")).unwrap_or("");
-    let is_command = |word: &&str| word.chars().all(|c| c.is_ascii_lowercase());
-    let command: Vec<&str> = usage.split_whitespace().skip(1).take_while(is_command).collect();
-    let command = std::iter::once("inferwall").chain(command).collect::<Vec<_>>().join(" ");
+/// The help of the command that was being read.
+fn help(typed: &[String]) -> String {
+    let program = Arguments::command();
+    let (mut at, mut command) = (&program, "inferwall".to_string());
+    for word in typed {
+        let Some(below) = at.find_subcommand(word) else { break };
+        at = below;
+        command += &format!(" {word}");
+    }
     format!("`{command} --help` shows what can be given")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Arguments;
     use clap::Parser;
 
     fn of(line: &str) -> (String, String) {
         let error = Arguments::try_parse_from(line.split_whitespace()).unwrap_err();
-        let error = explained(&error);
+        let typed: Vec<String> = line.split_whitespace().skip(1).map(str::to_string).collect();
+        let error = explained(&error, &typed);
         assert_eq!(error.exit_code(), 2);
         (error.to_string(), error.hint().to_string())
     }
@@ -68,6 +83,8 @@ mod tests {
             fact.contains("<AFTER>") && hint == "`inferwall diff --help` shows what can be given",
             "{fact}: {hint}"
         );
+        let (_, hint) = of("inferwall model quantize m --format gptq");
+        assert_eq!(hint, "`inferwall model quantize --help` shows what can be given");
         let (fact, _) = of("inferwall diff a.csv b.csv --format yaml");
         assert!(fact.contains("yaml") && fact.contains("possible values: table, json, csv, md"), "{fact}");
     }

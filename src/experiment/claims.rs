@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::means;
+use super::plan::{Plan, means};
 use super::spec::{ClaimSpec, FitTerm};
 use crate::engine::device::DeviceKind;
 use crate::measure::step_fit::StepFit;
@@ -51,6 +51,12 @@ impl Verdict {
             optional(self.measured)
         )
     }
+}
+
+/// A line on the claims that a plan left out; `None` where there are none.
+pub fn left_out(plan: &Plan) -> Option<String> {
+    let (count, more) = (plan.claims_left_out, if plan.claims.is_empty() { "" } else { " more" });
+    (count > 0).then(|| format!("{count}{more} left out, of arms that were not chosen"))
 }
 
 pub fn check(results: &RunResults) -> Vec<Verdict> {

@@ -190,9 +190,15 @@ pub fn find(name: &str) -> Result<&'static Knob> {
     })
 }
 
-/// The name closest to what was typed, if any is close enough to be meant.
+/// The only name that begins with what was typed, else the closest one, if any is close enough to be meant.
 pub fn nearest<'a>(typed: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let names: Vec<&str> = names.collect();
+    let mut begun = names.iter().filter(|name| !typed.is_empty() && name.starts_with(typed));
+    if let (Some(only), None) = (begun.next(), begun.next()) {
+        return Some(only);
+    }
     names
+        .into_iter()
         .map(|name| (strsim::jaro_winkler(typed, name), name))
         .filter(|(similarity, _)| *similarity > 0.85)
         .max_by(|a, b| a.0.total_cmp(&b.0))

@@ -125,9 +125,16 @@ pub struct Plan {
     pub quick: bool,
     pub arms: Vec<Arm>,
     pub claims: Vec<ClaimSpec>,
+    /// Claims of arms that `--arms` left out, which are not among `claims`.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub claims_left_out: usize,
     /// A flag changed what the arms run, so figures published for the declared ones don't apply.
     pub altered: bool,
     pub shard: Option<Shard>,
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 impl Plan {
@@ -441,6 +448,12 @@ fn only(names: &[String], arms: &mut Vec<Arm>) -> Result<()> {
     Ok(())
 }
 
+/// Whether every arm that a claim names is among `arms`.
+fn speaks_of(claim: &ClaimSpec, arms: &[Arm]) -> bool {
+    let mut named = [&claim.arm, &claim.over].into_iter().flatten();
+    named.all(|name| arms.iter().any(|arm| means(name, &arm.name)))
+}
+
 fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms: Vec<Arm>) -> Result<Plan> {
     for (index, arm) in arms.iter().enumerate() {
         if arms[..index].iter().any(|other| other.name == arm.name) {
@@ -467,6 +480,9 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
             format!("--repeats is {MOST_REPEATS} at most, and all runs of an arm {MOST_CELLS}"),
         ));
     }
+    // (Without --arms all stay, also of arms that this rig does not have: they say what was published.)
+    let mut claims = spec.claims.clone();
+    claims.retain(|claim| options.arms.is_empty() || speaks_of(claim, &arms));
     let altered = !options.set.is_empty()
         || !options.load.is_empty()
         || options.prompts.is_some()
@@ -480,7 +496,8 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
         seed: options.seed.unwrap_or(0),
         quick: options.quick,
         arms,
-        claims: spec.claims.clone(),
+        claims_left_out: spec.claims.len() - claims.len(),
+        claims,
         altered,
         shard: options.shard,
     })

@@ -22,6 +22,11 @@ pub fn build_id() -> String {
     format!("{}+{}", env!("CARGO_PKG_VERSION"), env!("INFERWALL_COMMIT"))
 }
 
+/// What was typed, program name left out. (A path need not be Unicode; here it is as near as can be.)
+pub fn command_line() -> Vec<String> {
+    std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect()
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -261,6 +266,20 @@ impl RunRecord {
         roofs::typical(all).unwrap_or(self.ceilings)
     }
 
+    /// The same of the arms whose ceilings may be compared with those of `arm`, itself among them.
+    pub fn ceilings_like(&self, arm: &str) -> Ceilings {
+        let kind = self.kind_of_ceilings(arm);
+        self.typical_ceilings(|other| self.kind_of_ceilings(other) == kind)
+    }
+
+    /// Equal for arms whose ceilings may be compared: another model, number of threads or arithmetic has others.
+    fn kind_of_ceilings(&self, name: &str) -> String {
+        let arm = self.plan.arms.iter().find(|arm| arm.name == name);
+        arm.map_or(String::new(), |arm| {
+            format!("{} {:?} {:?}", arm.model, arm.engine.threads, arm.engine.cpu_math)
+        })
+    }
+
     /// Notes what the ceilings were around an arm, in place of an earlier pass that left no rows.
     pub fn add_ceilings(&mut self, around: ArmCeilings) {
         self.arm_ceilings.retain(|other| other.arm != around.arm || other.repeat != around.repeat);
@@ -270,13 +289,7 @@ impl RunRecord {
     /// Puts what is to be said of the ceilings of the whole run in place of what was said before it was resumed.
     pub fn warn_of_ceilings(&mut self) {
         self.warnings.retain(|warning| !warning.starts_with(roofs::WARNING));
-        let alike = |name: &str| {
-            let arm = self.plan.arms.iter().find(|arm| arm.name == name);
-            arm.map_or(String::new(), |arm| {
-                format!("{} {:?} {:?}", arm.model, arm.engine.threads, arm.engine.cpu_math)
-            })
-        };
-        let warnings = roofs::warnings(&self.arm_ceilings, alike);
+        let warnings = roofs::warnings(&self.arm_ceilings, |name| self.kind_of_ceilings(name));
         self.warnings.extend(warnings);
     }
 

@@ -58,25 +58,53 @@ const METRICS: [Metric; 6] = [
     ("e2el_p50_ms", |summary| summary.e2el_p50_ms, |run| Some(distribution(run, RequestRecord::e2el_s)?.p50)),
 ];
 
-/// Every finished arm of the run on `device`.
+/// The figures of a run's arms, and the simulated devices that they ran on, each with its arms.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Comparison {
+    pub rows: Vec<SimComparison>,
+    pub devices: Vec<(String, Vec<String>)>,
+}
+
+impl Comparison {
+    /// The device; where there are several, each with its arms.
+    pub fn devices_in_words(&self) -> String {
+        match self.devices.as_slice() {
+            [(device, _)] => device.clone(),
+            several => {
+                let of_arms =
+                    several.iter().map(|(device, arms)| format!("{device} for {}", arms.join(", ")));
+                of_arms.collect::<Vec<_>>().join("; ")
+            }
+        }
+    }
+}
+
+/// Every finished arm of the run on `device`, else on the profile of the run's own GPU, else on the ceilings measured of
+/// arms like it.
 ///
 /// # Errors
 /// An arm that cannot be simulated.
-pub fn compare(results: &RunResults, device: &SimDevice) -> Result<Vec<SimComparison>> {
-    let mut rows = Vec::new();
+pub fn compare(results: &RunResults, device: Option<&SimDevice>) -> Result<Comparison> {
+    let mut all = Comparison::default();
     for arm in results.arms() {
         let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
             continue;
         };
-        let run = simulated_arm(results, resolved)?.run(device)?;
+        let device = device.map_or_else(|| stand_in(results, arm, true), |device| Ok(device.clone()))?;
+        let id = &device.info().id;
+        match all.devices.iter_mut().find(|(other, _)| other == id) {
+            Some((_, arms)) => arms.push(arm.to_string()),
+            None => all.devices.push((id.clone(), vec![arm.to_string()])),
+        }
+        let run = simulated_arm(results, resolved)?.run(&device)?;
         for (metric, measured, simulated) in METRICS {
             let measured = results.median(arm, measured);
             let simulated = simulated(&run);
             let error = measured.zip(simulated).map(|(measured, simulated)| simulated / measured - 1.0);
-            rows.push(SimComparison { arm: arm.to_string(), metric, measured, simulated, error });
+            all.rows.push(SimComparison { arm: arm.to_string(), metric, measured, simulated, error });
         }
     }
-    Ok(rows)
+    Ok(all)
 }
 
 /// Whether a report sets measured beside simulated without being asked: on a real GPU that the table knows.
@@ -85,13 +113,11 @@ pub fn by_default(results: &RunResults) -> bool {
     device.kind == DeviceKind::Cuda && hardware::by_product_name(&device.name).is_some()
 }
 
-/// The comparison as a section of a report, on the profile of the run's own GPU, else on its measured ceilings. What
-/// cannot be simulated is said in a line: a report must not fail for it.
+/// The comparison as a section of a report. What cannot be simulated is said in a line: a report must not fail for it.
 pub fn section(results: &RunResults, format: Format) -> String {
-    let rendered = stand_in(results, true).and_then(|device| {
-        let rows = compare(results, &device)?;
-        let table = draw(&rows, format)?;
-        Ok(format!("Measured beside simulated ({}):\n\n{table}", device.info().id))
+    let rendered = compare(results, None).and_then(|all| {
+        let table = draw(&all.rows, format)?;
+        Ok(format!("Measured beside simulated ({}):\n\n{table}", all.devices_in_words()))
     });
     match rendered {
         Ok(text) => text,

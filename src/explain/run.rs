@@ -14,12 +14,12 @@ use crate::{Error, Result};
 
 use super::{Evidence, Explanation, explain};
 
-/// The simulated device that stands for the run's: the same one for a simulated run, the GPU's profile where the table
-/// has it and `profile` is wanted, else one of the measured ceilings.
+/// The simulated device that stands for the run's under an arm: the same one for a simulated run, the GPU's profile where
+/// the table has it and `profile` is wanted, else one of the ceilings measured of arms like this one.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a device without roofs (`sim:fixed`).
-pub fn stand_in(results: &RunResults, profile: bool) -> Result<SimDevice> {
+pub fn stand_in(results: &RunResults, arm: &str, profile: bool) -> Result<SimDevice> {
     let record = &results.record;
     if !results.has_roofs() {
         return Err(Error::invalid(
@@ -33,7 +33,7 @@ pub fn stand_in(results: &RunResults, profile: bool) -> Result<SimDevice> {
     if let Some(gpu) = hardware::by_product_name(&record.device.name).filter(|_| profile) {
         return SimDevice::parse(&format!("sim:{}", gpu.id));
     }
-    let ceilings = record.typical_ceilings(|_| true);
+    let ceilings = record.ceilings_like(arm);
     SimDevice::parse(&format!(
         "sim:custom:gb_per_s={},tflops={},gb={},launch_us={}",
         ceilings.read_bytes_per_s / 1e9,
@@ -80,13 +80,13 @@ pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<Sim
     })
 }
 
-/// Explains every finished arm of a run, or the one named.
+/// Explains every finished arm of a run, or the one named; on `device`, else on what stands for the run's own.
 ///
 /// # Errors
 /// A run without roofs, an arm that is not there, a model that cannot be opened.
 pub fn explain_run(
     results: &RunResults,
-    device: &SimDevice,
+    device: Option<&SimDevice>,
     only: Option<&str>,
     with_counterfactuals: bool,
 ) -> Result<Vec<Explanation>> {
@@ -104,6 +104,7 @@ pub fn explain_run(
             continue;
         };
         let simulated = simulated_arm(results, resolved)?;
+        let device = device.map_or_else(|| stand_in(results, arm, false), |device| Ok(device.clone()))?;
         let steps: Vec<StepRow> = results.steps_of(arm).cloned().collect();
         let summaries: Vec<_> = results.of_arm(arm).collect();
         let evidence = Evidence {
@@ -114,7 +115,7 @@ pub fn explain_run(
             largest_kernels: consumers::largest(results, arm).into_iter().cloned().collect(),
             ceilings: results.record.typical_ceilings(|name| name == arm),
             simulated: &simulated,
-            device,
+            device: &device,
         };
         all.push(explain(&evidence, with_counterfactuals)?);
     }

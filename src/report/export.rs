@@ -5,7 +5,8 @@ use super::results::RunResults;
 use super::{markdown, overview, service, why};
 use crate::Result;
 use crate::cli::flags::Format;
-use crate::experiment::claims::{Outcome, Verdict};
+use crate::experiment::claims::{self, Outcome, Verdict};
+use crate::experiment::record::RunRecord;
 use crate::explain::compare;
 
 /// Table, explanation and claims, for a terminal or as Markdown.
@@ -16,16 +17,18 @@ pub fn text(results: &RunResults, format: Format) -> Result<String> {
     if compare::by_default(results) {
         text += &format!("\n{}", compare::section(results, format));
     }
-    text += &claims_text(&results.record.claims, format == Format::Md);
+    text += &claims_text(&results.record, format == Format::Md);
     Ok(text)
 }
 
 /// Claims that say something here, each on a line; of the others only how many there are (`all` lists them too).
-fn claims_text(claims: &[Verdict], all: bool) -> String {
+fn claims_text(record: &RunRecord, all: bool) -> String {
+    let claims = &record.claims;
+    let left_out = claims::left_out(&record.plan);
     let comparable = |verdict: &&Verdict| verdict.outcome != Outcome::NotComparable;
     let shown: Vec<&Verdict> = claims.iter().filter(|verdict| all || comparable(verdict)).collect();
     let hidden = claims.len() - shown.len();
-    if claims.is_empty() {
+    if claims.is_empty() && left_out.is_none() {
         return String::new();
     }
     let mut lines: String = shown.iter().map(|verdict| format!("- {}\n", verdict.line())).collect();
@@ -33,6 +36,7 @@ fn claims_text(claims: &[Verdict], all: bool) -> String {
         let more = if shown.is_empty() { "" } else { " more" };
         lines += &format!("- {hidden}{more} not comparable on this rig; report.md lists them\n");
     }
+    lines += &left_out.map_or_else(String::new, |left_out| format!("- {left_out}\n"));
     format!("\nClaims:\n\n{lines}")
 }
 

@@ -5,6 +5,7 @@ use super::results::RunResults;
 use super::{overview, plots, why};
 use crate::Result;
 use crate::cli::flags::Format;
+use crate::experiment::claims::{self, Verdict};
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}\
 table{border-collapse:collapse;margin:1rem 0}th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:right}\
@@ -28,9 +29,9 @@ pub fn report(results: &RunResults) -> Result<String> {
         );
     }
     body += &format!("<h2>Why</h2>\n<pre>{}</pre>\n", escape(&why::render(results, Format::Table)?));
-    if !record.claims.is_empty() {
-        let items: String =
-            record.claims.iter().map(|verdict| format!("<li>{}</li>\n", escape(&verdict.line()))).collect();
+    let claims = record.claims.iter().map(Verdict::line).chain(claims::left_out(&record.plan));
+    let items: String = claims.map(|line| format!("<li>{}</li>\n", escape(&line))).collect();
+    if !items.is_empty() {
         body += &format!("<h2>Claims</h2>\n<ul>\n{items}</ul>\n");
     }
     body += &format!(

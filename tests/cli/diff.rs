@@ -71,6 +71,36 @@ fn too_few_repeats_come_with_their_remedy() {
     assert!(!env.run(&format!("diff {before} {after}")).ok().stderr.contains("--repeats"));
 }
 
+/// On a terminal, where both streams meet, the hint comes before the rows it speaks of.
+#[test]
+fn the_hint_stands_before_the_rows() {
+    let env = TestEnv::new();
+    env.write("e.toml", &SMALL.replace("repeats = 2", "repeats = 1"));
+    env.run("run small --experiments e.toml --device sim:fixed --out r").ok();
+    let run = env.results("r")[0].display().to_string();
+    let both = std::fs::File::create(env.path().join("both")).unwrap();
+    let mut command = env.command();
+    command.args(["diff", &run, &run]).stdout(both.try_clone().unwrap()).stderr(both);
+    assert!(command.status().unwrap().success());
+    let text = crate::env::read(env.path(), "both");
+    let table = text.find("arm ").unwrap();
+    let rows = text[table..].lines().count() - 1;
+    let hint = format!("hint: {rows} of {rows} rows say `too few repeats`");
+    assert!(text.find(&hint).is_some_and(|at| at < table), "no `{hint}` before the rows of\n{text}");
+}
+
+#[test]
+fn a_file_beside_itself_is_said_to_be() {
+    let env = TestEnv::new();
+    let (one, other) = two_runs(&env, 1, 1);
+    let dotted = one.replace("/summary.csv", "/./summary.csv");
+    for file in [&one, &dotted] {
+        let diff = env.run(&format!("diff {one} {file}")).ok();
+        assert!(diff.stderr.contains("warning:") && diff.stderr.contains("with itself"), "{}", diff.stderr);
+    }
+    assert_eq!(env.run(&format!("diff {one} {other}")).ok().stderr, "");
+}
+
 #[test]
 fn requests_tables_and_markdown() {
     let env = TestEnv::new();
@@ -120,5 +150,10 @@ fn wrong_inputs() {
     env.write("x.csv", "a,b\n1,2\n");
     env.run("diff none.csv x.csv").fails(2, "none.csv", "");
     env.run("diff x.csv x.csv").fails(2, "x.csv", "");
+    env.write("empty.csv", "\n");
+    env.run("diff empty.csv x.csv").fails(2, "empty.csv: it is empty", "summary.csv");
+    // (As of a run's run.json.)
+    env.write("run.json", "{\"schema\": 1}");
+    env.run("diff run.json x.csv").fails(2, "run.json: a JSON object with the keys schema", "a run folder");
     env.run("diff x.csv x.csv --fail-on slower").fails(2, "slower", "regressed");
 }

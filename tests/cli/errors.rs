@@ -14,6 +14,12 @@ fn unknown_experiments_offer_the_nearest() {
         "unknown experiment `part3-batching-clif`",
         "did you mean `part3-batching-cliff`?",
     );
+    // The beginning of one name is enough.
+    for command in ["run part3 --device sim:fixed", "show part3"] {
+        TestEnv::new().run(command).fails(2, "`part3`", "did you mean `part3-batching-cliff`?");
+    }
+    TestEnv::new().run("show part").fails(2, "`part`", "`inferwall list` shows all");
+    TestEnv::new().run("show").fails(2, "<EXPERIMENT>", "`inferwall list` shows all");
     TestEnv::new().run("run --device sim:fixed").fails(2, "no experiment was named", "inferwall list");
 }
 
@@ -122,6 +128,11 @@ fn an_unwritable_place_is_the_users_to_mend() {
         "cannot write",
         "--out",
     );
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dense-qwen3-tiny");
+    for command in ["model synth demo", &format!("model quantize {model} --format awq --group 64")] {
+        env.run(&format!("{command} --out file/under")).fails(2, "cannot write file/under", "--out");
+        env.run(&format!("{command} --out file")).fails(2, "file is not a folder", "--out");
+    }
 }
 
 #[test]

@@ -58,6 +58,22 @@ fn show_resolves_the_plan() {
     ");
 }
 
+/// A claim of an arm that is not chosen, or over one, is not what this plan answers.
+#[test]
+fn show_lists_the_claims_of_the_arms_that_are_chosen() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let claims = |arms: &str| {
+        let show = env.run(&format!("show small --experiments e.toml --device sim:fixed --arms {arms}")).ok();
+        show.stdout.split_once("Claims, checked on every run:\n\n").unwrap().1.to_string()
+    };
+    let published = "- published elsewhere: expected 100 ±10.0 % [sim:series]\n";
+    assert_eq!(claims("*8"), format!("{published}- 1 more left out, of arms that were not chosen\n"));
+    assert_eq!(claims("max_num_seqs=2"), "- 2 left out, of arms that were not chosen\n");
+    let both = claims("*=1,*=8");
+    assert!(both.contains("eight seats") && both.ends_with(published), "{both}");
+}
+
 #[test]
 fn show_writes_its_arms_as_rows_and_looks_at_a_folder() {
     let env = TestEnv::new();
@@ -115,7 +131,10 @@ fn peers_has_the_agreed_arms() {
 #[test]
 fn help_and_version_go_to_stdout() {
     let env = TestEnv::new();
-    assert!(env.run("--help").ok().stdout.contains("Commands:"));
+    let help = env.run("--help").ok().stdout;
+    for words in ["Commands:", "a 4-bit one", "inferwall run part3-batching-cliff --quick"] {
+        assert!(help.contains(words), "no `{words}` in\n{help}");
+    }
     assert!(env.run("--version").ok().stdout.starts_with("inferwall "));
 }
 

@@ -31,7 +31,31 @@ fn wrong_tokens() {
     );
     logits("--tokens 1,x").fails(2, "`x` is not a token id", "1,2,3");
     logits("--tokens @none").fails(2, "none", "exists");
+    logits("--tokens @.").fails(2, "cannot read .", "that is a folder");
+    std::fs::write(env.path().join("bytes"), [0xff, 0xfe]).unwrap();
+    logits("--tokens @bytes").fails(2, "cannot read bytes", "it is no text");
+    logits("--tokens @").fails(2, "--tokens @ names no file", "@ids.txt");
+    logits("--tokens -1").fails(2, "`-1` is not a token id", "0 or more");
+    logits("--tokens 99999999999").fails(2, "`99999999999` is not a token id", "below the vocabulary's size");
+    env.run("generate --device sim:fixed --tokens -1").fails(2, "`-1` is not a token id", "0 or more");
     logits("--tokens 1,2 --last 3").fails(2, "--last 3", "1 to 2");
+}
+
+#[test]
+fn folders_that_hold_no_model() {
+    let env = TestEnv::new();
+    let generate = |model: &str| env.run(&format!("generate --model {model} --device sim:fixed --prompt x"));
+    generate("./none").fails(2, "no model folder at `./none`", "a folder that exists");
+    std::fs::create_dir(env.path().join("empty")).unwrap();
+    generate("empty").fails(2, "empty: there is no config.json", "give a folder that holds config.json");
+    // Two parts may be a hub id: whoever meant a folder is told that there is none. (No hub answers on port 9.)
+    let mut command = env.command();
+    command.env("HF_ENDPOINT", "http://127.0.0.1:9").args(["model", "fetch", "some/folder"]);
+    Ran::new(command.output().unwrap()).fails(
+        1,
+        "cannot fetch some/folder",
+        "there is no folder some/folder either",
+    );
 }
 
 #[test]

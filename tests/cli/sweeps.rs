@@ -25,6 +25,23 @@ fn knobs_are_crossed_or_paired() {
 }
 
 #[test]
+fn threads_may_be_auto() {
+    let env = TestEnv::new();
+    let arms = |sweep: &str, out: &str| {
+        env.run(&format!("sweep {sweep} {FAST} --out {out}")).ok();
+        let run: serde_json::Value = serde_json::from_str(&read(&env.results(out)[0], "run.json")).unwrap();
+        let arms = run["arms"].as_array().unwrap().clone();
+        arms.iter().map(|arm| (arm["name"].clone(), arm["engine"]["threads"].clone())).collect::<Vec<_>>()
+    };
+    let auto = serde_json::Value::Null;
+    let expected = [("threads=auto".into(), auto.clone()), ("threads=1".into(), 1.into())];
+    assert_eq!(arms("--knob threads --values auto,1", "swept"), expected);
+    let set = arms("--knob max_num_seqs --values 2 --set threads=auto", "set");
+    assert_eq!(set, [("max_num_seqs=2".into(), auto)]);
+    env.run(&format!("sweep --knob threads --values auto,many {FAST}")).fails(2, "threads = many", "or auto");
+}
+
+#[test]
 fn load_knobs_too() {
     let env = TestEnv::new();
     let ran = env.run("sweep --knob request_rate --values 50,inf --device sim:fixed --prompts 4 --set input_len=8 --set output_len=4 --format json");

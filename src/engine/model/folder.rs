@@ -46,6 +46,12 @@ pub fn load(folder: &Path, name: &str) -> Result<Loaded> {
             "give the folder that holds config.json and model.safetensors",
         ));
     }
+    if !config_path.exists() {
+        return Err(Error::invalid(
+            format!("{}: there is no config.json", folder.display()),
+            "give a folder that holds config.json and model.safetensors",
+        ));
+    }
     let config_bytes = json::read_file(&config_path)?;
     let shown = config_path.display().to_string();
     let root = json::parse_object(&shown, &config_bytes)?;

@@ -115,17 +115,22 @@ impl Hub {
 
     fn failed(&self, repo: &str, file: Option<&str>, error: &ApiError) -> Error {
         let what = file.map_or_else(|| repo.to_string(), |file| format!("{repo}/{file}"));
+        // (A name of two parts that is no path is taken for a hub id.)
+        let folder =
+            if file.is_none() { format!("; there is no folder {repo} either") } else { String::new() };
         let text = error.to_string();
         let status = |code: &str| text.contains(&format!("status code {code}"));
         if status("404") || status("401") || status("403") {
             return Error::invalid(
                 format!("{what} is not to be had from {}: {text}", self.endpoint),
-                "check the name; for a private or gated model set HF_TOKEN to a token that may read it",
+                format!(
+                    "check the name; for a private or gated model set HF_TOKEN to a token that may read it{folder}"
+                ),
             );
         }
         Error::failed(
             format!("cannot fetch {what} from {}: {text}", self.endpoint),
-            "check the network and run the same command again: it goes on where it stopped",
+            format!("check the network and run the same command again: it goes on where it stopped{folder}"),
         )
     }
 }

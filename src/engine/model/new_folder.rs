@@ -15,8 +15,14 @@ pub struct NewFolder {
 
 impl NewFolder {
     /// # Errors
-    /// Something is at `path` that is no empty folder.
+    /// Something is at `path` that is not an empty folder.
     pub fn check(path: &Path) -> Result<()> {
+        if path.exists() && !path.is_dir() {
+            return Err(Error::invalid(
+                format!("{} is not a folder", path.display()),
+                "choose a new folder with --out",
+            ));
+        }
         if path.exists()
             && std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?.next().is_some()
         {

@@ -8,7 +8,7 @@ use super::{ArmSamples, IDENTITY, ResultSet, requests, vllm};
 use crate::measure::quantile::supported;
 use crate::{Error, Result};
 
-const HINT: &str = "give a summary.csv, a requests.csv, a run folder, the output of --format json, or the file of \
+pub(super) const HINT: &str = "give a summary.csv, a requests.csv, a run folder, the output of --format json, or the file of \
                     `vllm bench serve --save-result`";
 
 /// # Errors
@@ -34,6 +34,9 @@ pub(super) type Row = BTreeMap<String, String>;
 
 fn parse(text: &str) -> Result<Vec<ArmSamples>> {
     let start = text.trim_start();
+    if start.is_empty() {
+        return Err(Error::invalid("it is empty", HINT));
+    }
     if start.starts_with('{') || start.starts_with('[') {
         let objects = json_objects(text)?;
         if objects.first().is_some_and(|object| object.contains_key("arm")) {

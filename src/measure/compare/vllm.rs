@@ -4,7 +4,7 @@
 //! rate, concurrency and number of prompts. Percentiles are there as far as `--metric-percentiles` asked for them.
 
 use super::ArmSamples;
-use super::read::{Object, entry};
+use super::read::{HINT, Object, entry};
 use crate::{Error, Result};
 
 /// This program's column, and vLLM's key.
@@ -23,8 +23,11 @@ pub(super) fn arms(objects: &[Object]) -> Result<Vec<ArmSamples>> {
         if number("request_throughput").is_none() || number("completed").is_none() {
             let keys: Vec<&str> = object.keys().map(String::as_str).take(12).collect();
             return Err(Error::invalid(
-                format!("a JSON object with the keys {} is no benchmark result", keys.join(", ")),
-                "expected what `vllm bench serve --save-result` writes: completed, request_throughput, ...",
+                format!(
+                    "a JSON object with the keys {} is no benchmark result, which has completed and request_throughput",
+                    keys.join(", ")
+                ),
+                HINT,
             ));
         }
         let word = |key: &str| match object.get(key) {

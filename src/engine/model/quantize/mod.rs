@@ -69,6 +69,8 @@ pub fn run(
     let Loaded { checkpoint, layout, .. } = folder::load(source, name)?;
     let spec = &layout.spec;
     let grids = selection::select(&checkpoint, spec, options.format, options.group, &options.skip)?;
+    // Before the calibration, which takes minutes: a place that cannot be written is known by then.
+    let mut folder = NewFolder::create(out)?;
     let (folds, gain) = match calibrate {
         Some(calibrate) => {
             let inputs = calibrate(progress)?;
@@ -79,7 +81,6 @@ pub fn run(
         }
         None => (Folds::default(), None),
     };
-    let mut folder = NewFolder::create(out)?;
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let work = write::Work { checkpoint: &checkpoint, spec, grids: &grids, folds: &folds, threads };
     let bytes = work.write(&folder.file("model.safetensors"), &mut |done, total| {
@@ -274,6 +275,18 @@ mod tests {
         let dot = |x: &[f32], d: &[f32]| x.iter().zip(d).map(|(x, d)| x * d).sum::<f32>();
         let of_row = |x: &[f32]| moved.chunks_exact(cols).map(|d| f64::from(dot(x, d)).powi(2)).sum::<f64>();
         inputs.chunks_exact(cols).map(of_row).sum()
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_known_before_the_calibration() {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/dense-llama-tiny");
+        let place = tempfile::tempdir().unwrap();
+        std::fs::write(place.path().join("file"), "").unwrap();
+        let options = Options { format: FileFormat::Awq, group: 32, skip: Vec::new() };
+        let mut calibrate = |_: Progress<'_>| -> Result<Inputs> { panic!("calibrated") };
+        let out = place.path().join("file/under");
+        let error = run(&fixture, "source", &options, Some(&mut calibrate), &out, &mut |_, _, _| {});
+        assert_eq!(error.unwrap_err().exit_code(), 2);
     }
 
     #[test]
