@@ -34,6 +34,12 @@ DEVICE u32 address_in_block(u32 address, u32 rank) {
     return there;
 }
 
+// As `barrier_wait`, for what other blocks of the cluster have sent.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; @!done bra again;}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+
 // Arrives on a barrier of another block, at such an address. Says that this thread's reads are done, and publishes no writes: with
 // release at the scope of the cluster it would wait for every write to global memory in flight, which took a fifth of the time of
 // a kernel that waits for nothing else.

@@ -375,9 +375,10 @@ DEVICE void stream_states(const f16 *mixed, const float *taps, const float *a_lo
 #pragma unroll
             for (int j = 0; j < 3; j++) sum += tap[j] * half_to_float(next.history[which][j]);
             token.conv[which * HEAD + at] = silu(sum);
-            // q and k channels belong to all value heads of a key head; the first one keeps them.
+            // q and k channels belong to all value heads of a key head; the first one keeps them. Of more tokens than the ring has
+            // room for beside what others still read, `delta_save_window` keeps the last ones.
             int entry = (sequence.context + step) % shape.ring;
-            if (which == 2 || head % group == 0)
+            if (sequence.count <= shape.ring - 3 && (which == 2 || head % group == 0))
                 window[((u64)sequence.slot * shape.ring + entry) * channels + channel_of(head, which)] = next.u[which];
         }
         float beta = sigmoid(half_to_float(next.b)), gate = silu(half_to_float(next.z));

@@ -61,7 +61,8 @@ DEVICE uint4 pack_half8(const float *in) {
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
-DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); } // the division to two units in the last place
+// The division to two units in the last place; zero below x = -87, where the quotient is under 1e-35.
+DEVICE float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // 2^x, to two units in the last place; denormal results are zero.
 DEVICE float exp2_fast(float x) {

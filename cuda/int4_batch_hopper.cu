@@ -6,8 +6,8 @@
 // A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring, 128 columns of k a step: a thread asks the
 // copy engine for x (128-byte swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, 128-byte swizzle
 // too), a warp brings the scales and zero points. Blocks go from tile to tile; the ring is filled for the next one while sums leave
-// through shared memory. Before the previous kernel has ended a block asks for the words of `ahead` slots and no more: x, and
-// what the kernels in front still read, would wait behind them.
+// through shared memory. Before the previous kernel has ended a block asks for the words of `ahead` slots and no more, and for the
+// scales of the whole ring: x, and what the kernels in front still read, would wait behind more.
 //
 // Two blocks of a cluster are ACROSS, and take neighbouring tiles of W and half of x each, for both; or they are DEEP, where the
 // output is whole and tiles are few: they take half of k each of the same tile, one tile only, and exchange sums.
@@ -45,7 +45,7 @@ template <int N, int GROUPS, int SCALES> struct Ring {
     static constexpr u32 X = N * 128, W = UNITS * BLOCKS * 512, S = UNITS * SETS * 40; // bytes of a slot, of X for each block
     static constexpr u32 OUT = N * 128;                                                // and of a warpgroup's output
     static constexpr u32 ROOM = (227 << 10) - 256 - GROUPS * OUT, SLOT = X * BLOCKS + W + S;
-    static constexpr u32 SLOTS = ROOM / SLOT < 16 ? ROOM / SLOT : 16;
+    static constexpr u32 SLOTS = ROOM / SLOT < 15 ? ROOM / SLOT : 15; // 256 bytes of barriers
     static constexpr u32 AT_W = SLOTS * X * BLOCKS, AT_OUT = AT_W + SLOTS * W, AT_S = AT_OUT + GROUPS * OUT,
                          AT_BARRIERS = AT_S + SLOTS * S;
 };
@@ -245,7 +245,7 @@ template <int N> DEVICE void exchange(const float (&acc)[N / 2], float (&half)[N
         for (u32 i = 0; i < 4; i++) half[4 * j + i] = rank ? high[i] : low[i];
         send4(there + j * 2048, rank ? low[0] : high[0], rank ? low[1] : high[1], rank ? low[2] : high[2], rank ? low[3] : high[3], mail_there);
     }
-    barrier_wait(mail, 0);
+    barrier_wait_cluster(mail, 0);
 #pragma unroll
     for (u32 j = 0; j < N / 16; j++) {
         float4 sum = load_shared4(at + j * 2048);

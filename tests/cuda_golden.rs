@@ -436,6 +436,26 @@ fn states_left_behind_follow_the_sequences() {
     }
 }
 
+/// More tokens in a step than the convolution's window has room for beside the three that are read, where few drafts make it
+/// short: the last of them are kept, and nobody else's are written over.
+#[test]
+fn short_tails_match_where_the_window_is_short() {
+    let Some((mut device, _alone)) = device("short_tails_match_where_the_window_is_short") else { return };
+    let (layout, source) = geometry();
+    let vocab = layout.spec.real_vocab_size as u32;
+    let text: Vec<u32> = (0..90).map(|i| (i * 7919 + 13) % vocab).collect();
+    let expected = Rig::of_model(load(&mut device, &layout, &source), options()).logits(0, &text, &[90]);
+    for max_drafts in [1, 2, 5] {
+        let drafting = Options { state_write_interval: 8, max_drafts, ..options() };
+        let mut rig = Rig::of_model(load(&mut device, &layout, &source), drafting);
+        for pieces in [&[20, 8][..], &[1, 5, 8, 3, 1, 7], &[3, 4, 1, 1, 6, 8, 2]] {
+            let error = error(&rig.logits(1, &text, pieces), &expected);
+            // As in `states_left_behind_follow_the_sequences`.
+            assert!(error < 8e-3, "{max_drafts} drafts, {pieces:?}: {error:.2e}");
+        }
+    }
+}
+
 /// Drafts right and wrong, in turns, for sequences of different lengths: what stays of them, and nothing else, is what the
 /// next logits are made from.
 #[test]

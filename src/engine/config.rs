@@ -48,7 +48,7 @@ pub enum Speculation {
 pub enum CpuMath {
     /// 32-bit products and sums: the reference for every kernel.
     F32,
-    /// 16-bit dot products with 32-bit sums, where the CPU has them.
+    /// Operands rounded to bf16, 32-bit sums, on CPUs with AVX512-BF16.
     Bf16,
     /// 4-bit weights times activations of 16 bits, one scale for each group of columns; everything else as in `F32`.
     Int16,

@@ -88,13 +88,14 @@ pub fn has_bf16() -> bool {
     }
 }
 
-/// True where pairs of bf16 by VDPBF16PS are faster than multiply-adds of f32. On Intel's CPUs they are not: two cores of a
-/// Xeon (family 6, model 207) make 170 GFLOP/s with it and 350 with multiply-adds, where AMD's Zen 5 makes 1,050 and 530.
+/// True where pairs of bf16 by VDPBF16PS are taken to be faster than multiply-adds of f32: not on Intel's CPUs, since two cores
+/// of the one measured, a Xeon of family 6 and model 207, make 170 GFLOP/s with it and 350 with multiply-adds, where AMD's Zen 5
+/// makes 1,050 and 530. (By maker and not timed, so that a run resumed elsewhere in time computes the same.)
 pub fn has_fast_bf16() -> bool {
     has_bf16() && !is_intel()
 }
 
-/// What `cpu_math = bf16` is here, in words.
+/// Whether this CPU has bf16 products, for `doctor`.
 pub fn bf16_products() -> &'static str {
     match (has_bf16(), has_fast_bf16()) {
         (false, _) => "no",
@@ -110,7 +111,9 @@ pub fn is_intel() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         static INTEL: LazyLock<bool> = LazyLock::new(|| {
-            let id = std::arch::x86_64::__cpuid(0);
+            // SAFETY: every x86-64 CPU has the instruction and leaf 0.
+            #[allow(unused_unsafe, reason = "a safe function since Rust 1.94")]
+            let id = unsafe { std::arch::x86_64::__cpuid(0) };
             (id.ebx, id.edx, id.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e) // "Genu", "ineI", "ntel"
         });
         *INTEL

@@ -25,7 +25,7 @@ const MULTIPROCESSOR_BYTES: usize = 228 << 10;
 const BLOCK_BYTES: usize = (2 << 10) + 512;
 
 /// Products that may be split along k have parts enough to give a block at least so many rows of W (fewer read x too often, more
-/// leave more sums to add), and then as many more as leave the fewest multiprocessors without a block.
+/// leave more sums to add), and then as many more as divide the multiprocessors with the smallest remainder.
 const PART_ROWS: usize = 80;
 /// Blocks a multiprocessor from which all have [`MANY_WAVES_ROWS`] rows.
 const FEW_WAVES: usize = 4;
@@ -317,6 +317,8 @@ mod tests {
                 let blocks = n.div_ceil(cut.rows) * cut.parts;
                 if (2560..20_000).contains(&n) {
                     assert!((120..=132).contains(&blocks), "{what}: {blocks} blocks");
+                    // Six parts of 22 blocks each, not five of 25.
+                    assert!(n != 2560 || rows > 64 || blocks == 132, "{what}: {blocks} blocks");
                 }
             }
         }

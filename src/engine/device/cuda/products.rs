@@ -16,6 +16,8 @@ mod int4_batch;
 mod int4_ring;
 mod small;
 
+pub use int4_ring::GROUP as RING_GROUP;
+
 use self::int4::Int4Products;
 pub(super) use self::int4_batch::NAMES as INT4_BATCH_NAMES;
 pub(super) use self::int4_ring::NAMES as INT4_RING_NAMES;

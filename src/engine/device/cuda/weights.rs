@@ -28,8 +28,7 @@ impl GpuWeights {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
-    /// Elements of the largest 4-bit matrix, 0 when there is none.
-    pub fn int4_elements(&self) -> usize {
+    fn int4_matrices(&self) -> impl Iterator<Item = &Matrix> {
         let layers = self.layers.iter().flat_map(|layer| {
             let (input, output) = match &layer.mixer {
                 MixerWeights::Delta(delta) => (&delta.input, &delta.output),
@@ -37,9 +36,18 @@ impl GpuWeights {
             };
             input.iter().map(|(matrix, _)| matrix).chain([output, &layer.gate_up, &layer.down])
         });
-        let packed =
-            layers.chain(&self.head).filter(|matrix| matches!(matrix.format, MatrixFormat::Int4 { .. }));
-        packed.map(|matrix| matrix.rows * matrix.cols).max().unwrap_or(0)
+        layers.chain(&self.head).filter(|matrix| matches!(matrix.format, MatrixFormat::Int4 { .. }))
+    }
+
+    /// Elements of the largest 4-bit matrix, 0 when there is none.
+    pub fn int4_elements(&self) -> usize {
+        self.int4_matrices().map(|matrix| matrix.rows * matrix.cols).max().unwrap_or(0)
+    }
+
+    /// Whether groups of so many columns share a scale in every 4-bit matrix there is.
+    pub fn groups_are(&self, columns: usize) -> bool {
+        self.int4_matrices()
+            .all(|matrix| matches!(matrix.format, MatrixFormat::Int4 { group, .. } if group == columns))
     }
 }
 

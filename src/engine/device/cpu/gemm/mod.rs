@@ -38,7 +38,7 @@ pub const MAX_TILE: usize = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
     F32,
-    /// Pairs of bf16 by one instruction (AVX512-BF16).
+    /// Pairs of bf16 by one instruction (AVX512-BF16). Made by [`Arithmetic::of`] alone, where the CPU has it.
     Bf16Pairs,
     /// The same operands, rounded to bf16, by multiply-adds of f32.
     Bf16InF32,
@@ -82,7 +82,7 @@ pub struct Tile {
     pub stride: usize,
     /// Columns.
     pub cols: usize,
-    /// [cols][T] f32; for bf16 arithmetic [cols/2][T] pairs of bf16, for int16 [cols/2][T] pairs of integers.
+    /// [cols][T] f32; for pairs of bf16 [cols/2][T] of them, for int16 [cols/2][T] pairs of integers.
     pub x: *const f32,
     /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
     pub x_scales: *const f32,
@@ -138,8 +138,7 @@ pub type RowsFn = unsafe fn(&Rows);
 /// bytes: beyond the page at hand, where the hardware stops. On AMD's Zen 5 a stream reaches the memory's speed from 6 KB on (4-bit weights: 36 GB/s at 2 KB, 51 at 6).
 pub const PREFETCH_BYTES: usize = 6144;
 /// What Intel's CPUs are asked for into the L2 beyond that: a core waits for 16 lines of its L1, but for 48 of its L2, and at a
-/// cloud's latencies the first are too few. Two threads of a Xeon (family 6, model 207): one sequence of SmolLM2's shape in 9.9
-/// ms for 12.4.
+/// cloud's latencies the first are too few (docs/perf-log.md, "AVX-512 on Intel").
 const FAR_BYTES: usize = 10 << 10;
 
 /// [`Tile::far`] for a matrix that is read once, as one stream.

@@ -13,7 +13,7 @@ use crate::engine::device::cuda::kernels::norm::Norms;
 use crate::engine::device::cuda::kernels::sample::Samplers;
 use crate::engine::device::cuda::matrix::Output;
 use crate::engine::device::cuda::prefill_attention::PrefillAttention;
-use crate::engine::device::cuda::products::Products;
+use crate::engine::device::cuda::products::{Products, RING_GROUP};
 use crate::engine::device::cuda::units;
 use crate::engine::device::cuda::weights::{GpuWeights, MixerWeights};
 use crate::engine::model::spec::{Mixer, ModelSpec};
@@ -45,7 +45,10 @@ impl Forward {
         });
         // Positions in the convolution window: three to read and one to write, and one for each draft.
         let ring = 4 + plan.max_drafts;
-        let rings = units::PRODUCTS_HOPPER[0].supports(gpu.facts().capability);
+        // Products of few rows are fed by rings in shared memory, but those of 4-bit weights in other groups want the L1
+        // (products/int4_ring.rs).
+        let rings =
+            units::PRODUCTS_HOPPER[0].supports(gpu.facts().capability) && weights.groups_are(RING_GROUP);
         let delta = match &spec.delta_net {
             Some(shape) => {
                 let delta = Delta::new(

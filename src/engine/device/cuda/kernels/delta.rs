@@ -33,7 +33,7 @@ pub const WRITE_INTERVAL: usize = 8;
 /// Sequences from which streaming the states wins. With fewer its shared memory makes the multiprocessors change their
 /// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
-/// The same where those products are fed by rings in shared memory and want no L1.
+/// The same where those products are fed by rings in shared memory and want no L1: all but one sequence on Hopper.
 const STREAM_SEQUENCES_BESIDE_RINGS: usize = 2;
 
 /// Whether a GPU of this compute capability (times ten) has kernels that leave such states unwritten for a few tokens. What
@@ -300,7 +300,9 @@ impl Delta {
                 (&deferred.stream, Launch::new(blocks, threads).shared(shared))
             };
             // SAFETY: the kernels' parameters in order; the rest is the caller's promise.
-            return unsafe { stream.launch(kernel, launch.overlapping().cost(cost.0, cost.1), &args) };
+            unsafe { stream.launch(kernel, launch.overlapping().cost(cost.0, cost.1), &args)? };
+            // SAFETY: the same pointers.
+            return unsafe { self.save_long_windows(stream, mixed, pools.window, (sequences, count), longest) };
         }
         let bytes = small_bytes + 2 * count as u64 * state_bytes;
         let launch = match self.fast {
@@ -317,11 +319,27 @@ impl Delta {
         };
         // SAFETY: the kernel's parameters in order; the rest is the caller's promise.
         unsafe { stream.launch(&self.step, launch.cost(bytes, flops), &args)? };
-        if longest > self.ring - 3 {
-            // SAFETY: the same pointers.
-            unsafe { self.save_window(stream, mixed, pools.window, (sequences, count))? };
+        // SAFETY: the same pointers.
+        unsafe { self.save_long_windows(stream, mixed, pools.window, (sequences, count), longest) }
+    }
+
+    /// Windows that the step's kernel leaves alone, since others still read what it would write over.
+    ///
+    /// # Safety
+    /// As [`Self::step`].
+    unsafe fn save_long_windows(
+        &self,
+        stream: &Stream,
+        mixed: u64,
+        window: u64,
+        sequences: (u64, usize),
+        longest: usize,
+    ) -> Result<()> {
+        if longest <= self.ring - 3 {
+            return Ok(());
         }
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { self.save_window(stream, mixed, window, sequences) }
     }
 
     /// Brings the states of all sequences that have pending tokens up to date, for kernels that read whole states.

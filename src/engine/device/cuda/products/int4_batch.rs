@@ -95,7 +95,7 @@ impl Shape {
         let sets = if large_groups { 1 } else { 2 * self.blocks() };
         let slot = self.blocks() * (128 * self.batch + 512 * units) + 40 * units * sets;
         let out = self.groups * 128 * self.batch;
-        let slots = ((ROOM_BYTES - out) / slot).min(16);
+        let slots = ((ROOM_BYTES - out) / slot).min(15);
         slots * slot + out + 16 * slots + 8
     }
 }

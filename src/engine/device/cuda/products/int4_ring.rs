@@ -9,7 +9,7 @@ use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use crate::engine::device::cuda::units;
 
 /// Columns of k that share a scale, and of a stage.
-const GROUP: usize = 128;
+pub const GROUP: usize = 128;
 /// Packed bytes of a unit of 16 rows of W and a stage; of its scales and zero points.
 const STAGE_BYTES: usize = 16 * GROUP / 2;
 const SCALE_BYTES: usize = 40;
