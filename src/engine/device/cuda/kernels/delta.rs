@@ -302,7 +302,9 @@ impl Delta {
             // SAFETY: the kernels' parameters in order; the rest is the caller's promise.
             unsafe { stream.launch(kernel, launch.overlapping().cost(cost.0, cost.1), &args)? };
             // SAFETY: the same pointers.
-            return unsafe { self.save_long_windows(stream, mixed, pools.window, (sequences, count), longest) };
+            return unsafe {
+                self.save_long_windows(stream, mixed, pools.window, (sequences, count), longest)
+            };
         }
         let bytes = small_bytes + 2 * count as u64 * state_bytes;
         let launch = match self.fast {
