@@ -321,7 +321,11 @@ impl<'a> Row<'a> {
 
     /// `step` gives the seconds of one step.
     fn measure(&mut self, pairs: usize, steps: usize, mut step: impl FnMut() -> f64) {
-        let ceilings = || (self.probe.read_bytes_per_s(), self.probe.flops_per_s(self.math));
+        // As many passes as steps: where the L3 holds a part of the model, a step that follows another one finds it there.
+        let ceilings = || {
+            let seconds: f64 = (0..steps).map(|_| self.probe.read_bytes_per_s().recip()).sum();
+            (steps as f64 / seconds, self.probe.flops_per_s(self.math))
+        };
         step();
         let mut before = ceilings();
         for _ in 0..pairs {
