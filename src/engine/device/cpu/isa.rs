@@ -90,7 +90,7 @@ pub fn has_bf16() -> bool {
 
 /// True where pairs of bf16 by VDPBF16PS are taken to be faster than multiply-adds of f32: not on Intel's CPUs, since two cores
 /// of the one measured, a Xeon of family 6 and model 207, make 170 GFLOP/s with it and 350 with multiply-adds, where AMD's Zen 5
-/// makes 1,050 and 530. (By maker and not timed, so that a run resumed elsewhere in time computes the same.)
+/// makes 1,050 and 530. (By maker and not timed, so that a run that is resumed computes the same.)
 pub fn has_fast_bf16() -> bool {
     has_bf16() && !is_intel()
 }
@@ -112,7 +112,7 @@ pub fn is_intel() -> bool {
     {
         static INTEL: LazyLock<bool> = LazyLock::new(|| {
             // SAFETY: every x86-64 CPU has the instruction and leaf 0.
-            #[allow(unused_unsafe, reason = "a safe function since Rust 1.94")]
+            #[allow(unused_unsafe, reason = "newer toolchains have it as a safe function")]
             let id = unsafe { std::arch::x86_64::__cpuid(0) };
             (id.ebx, id.edx, id.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e) // "Genu", "ineI", "ntel"
         });

@@ -7,6 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::{Element, PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use crate::engine::device::cpu::pool::{prefetch_line, prefetch_line_to_l2};
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -223,9 +224,9 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn prefetch(at: *const u8, far: usize) {
-    _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    prefetch_line(at);
     if far > 0 {
-        _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(far).cast());
+        prefetch_line_to_l2(at.wrapping_add(far));
     }
 }
 

@@ -137,8 +137,8 @@ pub type RowsFn = unsafe fn(&Rows);
 /// How far ahead of the column at hand AVX-512 functions, and those of AVX2 for a lone row of 4-bit weights, prefetch weights,
 /// bytes: beyond the page at hand, where the hardware stops. On AMD's Zen 5 a stream reaches the memory's speed from 6 KB on (4-bit weights: 36 GB/s at 2 KB, 51 at 6).
 pub const PREFETCH_BYTES: usize = 6144;
-/// What Intel's CPUs are asked for into the L2 beyond that: a core waits for 16 lines of its L1, but for 48 of its L2, and at a
-/// cloud's latencies the first are too few (docs/perf-log.md, "AVX-512 on Intel").
+/// What Intel's CPUs are asked for into the L2 beyond that: a core can wait for more lines of its L2 than of its
+/// L1, of which those are too few at a cloud's latencies (docs/perf-log.md, "AVX-512 on Intel").
 const FAR_BYTES: usize = 10 << 10;
 
 /// [`Tile::far`] for a matrix that is read once, as one stream.

@@ -96,15 +96,16 @@ impl Packed {
         value: impl Fn(usize, usize) -> f32,
     ) {
         debug_assert!(first + columns <= self.cols);
+        let range = first..first + columns;
         // SAFETY: promised by the caller.
         unsafe {
             match self.math {
-                Arithmetic::Bf16Pairs => self.write_pairs(tile, first, columns, value),
+                Arithmetic::Bf16Pairs => self.write_pairs(tile, range, value),
                 Arithmetic::Bf16InF32 => {
                     let rounded = |t, i| f32::from_bits(round_to_bf16(value(t, i)) & 0xffff_0000);
-                    self.write_values(tile, first, columns, rounded);
+                    self.write_values(tile, range, rounded);
                 }
-                Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, first, columns, value),
+                Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, range, value),
             }
         }
     }
@@ -112,14 +113,9 @@ impl Packed {
     /// # Safety
     /// As [`Packed::write`].
     #[inline(always)]
-    unsafe fn write_pairs(
-        &self,
-        tile: usize,
-        first: usize,
-        columns: usize,
-        value: impl Fn(usize, usize) -> f32,
-    ) {
+    unsafe fn write_pairs(&self, tile: usize, range: Range<usize>, value: impl Fn(usize, usize) -> f32) {
         let (start, tokens) = self.tiling.tile(tile);
+        let (first, columns) = (range.start, range.len());
         // SAFETY: inside `rows * padded / 2` pairs; disjointness is the caller's promise.
         let out = unsafe {
             self.pairs.part(start * self.padded / 2 + first / 2 * tokens, columns.div_ceil(2) * tokens)
@@ -136,14 +132,9 @@ impl Packed {
     /// # Safety
     /// As [`Packed::write`].
     #[inline(always)]
-    unsafe fn write_values(
-        &self,
-        tile: usize,
-        first: usize,
-        columns: usize,
-        value: impl Fn(usize, usize) -> f32,
-    ) {
+    unsafe fn write_values(&self, tile: usize, range: Range<usize>, value: impl Fn(usize, usize) -> f32) {
         let (start, tokens) = self.tiling.tile(tile);
+        let (first, columns) = (range.start, range.len());
         let padding = if first + columns == self.cols { self.padded - self.cols } else { 0 };
         // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
         let out =
