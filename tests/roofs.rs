@@ -222,7 +222,7 @@ fn an_arm_is_simulated_on_the_ceilings_of_arms_like_it() {
             let figure = device.strip_prefix("sim:custom:gb_per_s=").unwrap().split(',').next().unwrap();
             figure.parse::<f64>().unwrap() * 1e9 / results.record.ceilings.read_bytes_per_s
         };
-        let devices = compare::compare(results, None).unwrap().devices;
+        let devices = compare::compare(results, None, None).unwrap().devices;
         devices.into_iter().map(|(device, arms)| ((share(&device) * 100.0).round() / 100.0, arms)).collect()
     };
     let (one, two) = ("max_num_seqs=1".to_string(), "max_num_seqs=2".to_string());
@@ -234,9 +234,12 @@ fn an_arm_is_simulated_on_the_ceilings_of_arms_like_it() {
     assert!(section.contains(" for max_num_seqs=1; sim:custom:"), "{section}");
     // An explanation asks "what if" of the same device.
     let explained = explain_run(&results, None, Some(&two), true).unwrap();
-    let rows = compare::compare(&results, None).unwrap().rows;
+    let rows = compare::compare(&results, None, None).unwrap().rows;
     let row = rows.iter().find(|row| row.arm == two && row.metric == "output_throughput").unwrap();
     assert_eq!(Some(explained[0].counterfactuals[0].output_throughput.0), row.simulated);
+    assert!(!results.record.like_ceilings(&[&one, &two]) && results.record.like_ceilings(&[&two]));
+    let of_two = compare::compare(&results, None, Some(&two)).unwrap().rows;
+    assert!(!of_two.is_empty() && of_two.iter().all(|row| row.arm == two));
     let named = SimDevice::parse("sim:h100").unwrap();
-    assert_eq!(compare::compare(&results, Some(&named)).unwrap().devices_in_words(), "sim:h100");
+    assert_eq!(compare::compare(&results, Some(&named), None).unwrap().devices_in_words(), "sim:h100");
 }

@@ -94,6 +94,9 @@ fn calibration_of_a_run_gives_a_device_that_can_be_named() {
     let device = result["device"].as_str().unwrap();
     let predicted = stdout(&["predict", "--gpu", device.trim_start_matches("sim:"), "--format", "json"]);
     assert!(predicted.contains("\"simulated\": true"));
+    let unknown = inferwall(&["calibrate", folder.to_str().unwrap(), "--arm", "none"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("has no finished arm `none`"));
 }
 
 #[test]

@@ -29,19 +29,16 @@ pub struct CalibrateFlags {
 impl CalibrateFlags {
     pub fn run(self) -> Result<()> {
         let results = RunResults::read(&self.run)?;
-        let models: std::collections::BTreeSet<&str> =
-            results.summaries.iter().map(|summary| summary.model.as_str()).collect();
-        if models.len() > 1 && self.arm.is_none() {
-            output::note("the arms run several models: one set of parameters is fitted to all of them");
+        let arms = results.arms_named(self.arm.as_deref())?;
+        if !results.record.like_ceilings(&arms) {
+            output::note(
+                "the arms differ in model, threads or arithmetic: one set of parameters is fitted to all of them, \
+                 from the median of their ceilings; --arm NAME fits one",
+            );
         }
-        let steps: Vec<_> = results
-            .steps
-            .iter()
-            .filter(|step| self.arm.as_deref().is_none_or(|arm| step.arm == arm))
-            .cloned()
-            .collect();
-        let of_arm = |arm: &str| self.arm.as_deref().is_none_or(|only| arm == only);
-        let ceilings = results.record.typical_ceilings(of_arm);
+        let chosen = |arm: &str| arms.contains(&arm);
+        let steps: Vec<_> = results.steps.iter().filter(|step| chosen(&step.arm)).cloned().collect();
+        let ceilings = results.record.typical_ceilings(chosen);
         let calibration = calibrate(&steps, (ceilings.read_bytes_per_s, ceilings.flops_per_s))
             .map_err(|error| error.context(self.run.display()))?;
         let device = calibration.device(results.record.device.memory_bytes);

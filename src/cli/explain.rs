@@ -73,7 +73,7 @@ impl ExplainFlags {
     }
 
     fn compare(&self, results: &RunResults, device: Option<&SimDevice>) -> Result<()> {
-        let all = compare::compare(results, device)?;
+        let all = compare::compare(results, device, self.arm.as_deref())?;
         if self.format == Format::Json {
             return json(&all.rows);
         }

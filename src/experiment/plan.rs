@@ -480,9 +480,10 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
             format!("--repeats is {MOST_REPEATS} at most, and all runs of an arm {MOST_CELLS}"),
         ));
     }
-    // (Without --arms all stay, also of arms that this rig does not have: they say what was published.)
+    // (Unless arms were chosen all stay, also of arms that this rig does not have: they say what was published.)
+    let chosen = !options.arms.is_empty() || options.values.is_some();
     let mut claims = spec.claims.clone();
-    claims.retain(|claim| options.arms.is_empty() || speaks_of(claim, &arms));
+    claims.retain(|claim| !chosen || speaks_of(claim, &arms));
     let altered = !options.set.is_empty()
         || !options.load.is_empty()
         || options.prompts.is_some()

@@ -272,6 +272,12 @@ impl RunRecord {
         self.typical_ceilings(|other| self.kind_of_ceilings(other) == kind)
     }
 
+    /// Whether the ceilings of all these arms may be compared.
+    pub fn like_ceilings(&self, arms: &[&str]) -> bool {
+        let kinds = arms.iter().map(|arm| self.kind_of_ceilings(arm));
+        kinds.collect::<std::collections::HashSet<_>>().len() <= 1
+    }
+
     /// Equal for arms whose ceilings may be compared: another model, number of threads or arithmetic has others.
     fn kind_of_ceilings(&self, name: &str) -> String {
         let arm = self.plan.arms.iter().find(|arm| arm.name == name);

@@ -79,14 +79,14 @@ impl Comparison {
     }
 }
 
-/// Every finished arm of the run on `device`, else on the profile of the run's own GPU, else on the ceilings measured of
-/// arms like it.
+/// Every finished arm of the run, or the one named, on `device`, else on the profile of the run's own GPU, else on the
+/// ceilings measured of arms like it.
 ///
 /// # Errors
-/// An arm that cannot be simulated.
-pub fn compare(results: &RunResults, device: Option<&SimDevice>) -> Result<Comparison> {
+/// An arm that is not there or cannot be simulated.
+pub fn compare(results: &RunResults, device: Option<&SimDevice>, only: Option<&str>) -> Result<Comparison> {
     let mut all = Comparison::default();
-    for arm in results.arms() {
+    for arm in results.arms_named(only)? {
         let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
             continue;
         };
@@ -115,7 +115,7 @@ pub fn by_default(results: &RunResults) -> bool {
 
 /// The comparison as a section of a report. What cannot be simulated is said in a line: a report must not fail for it.
 pub fn section(results: &RunResults, format: Format) -> String {
-    let rendered = compare(results, None).and_then(|all| {
+    let rendered = compare(results, None, None).and_then(|all| {
         let table = draw(&all.rows, format)?;
         Ok(format!("Measured beside simulated ({}):\n\n{table}", all.devices_in_words()))
     });

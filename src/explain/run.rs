@@ -90,15 +90,8 @@ pub fn explain_run(
     only: Option<&str>,
     with_counterfactuals: bool,
 ) -> Result<Vec<Explanation>> {
-    let arms = results.arms();
-    if let Some(name) = only.filter(|name| !arms.contains(name)) {
-        return Err(Error::invalid(
-            format!("{} has no finished arm `{name}`", results.folder.display()),
-            format!("arms: {}", arms.join(", ")),
-        ));
-    }
     let mut all = Vec::new();
-    for arm in arms.into_iter().filter(|arm| only.is_none_or(|name| name == *arm)) {
+    for arm in results.arms_named(only)? {
         crate::experiment::interrupt::check()?;
         let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
             continue;

@@ -10,7 +10,7 @@ use crate::measure::cold::ColdRow;
 use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
 use crate::measure::step_fit::{self, StepFit};
 use crate::measure::summary::Summary;
-use crate::{Result, report};
+use crate::{Error, Result, report};
 
 pub struct RunResults {
     pub folder: PathBuf,
@@ -52,6 +52,23 @@ impl RunResults {
             }
         }
         names
+    }
+
+    /// The same, or the one that is called `only`.
+    ///
+    /// # Errors
+    /// No finished arm has that name.
+    pub fn arms_named(&self, only: Option<&str>) -> Result<Vec<&str>> {
+        let mut arms = self.arms();
+        let Some(name) = only else { return Ok(arms) };
+        if !arms.contains(&name) {
+            return Err(Error::invalid(
+                format!("{} has no finished arm `{name}`", self.folder.display()),
+                format!("arms: {}", arms.join(", ")),
+            ));
+        }
+        arms.retain(|arm| *arm == name);
+        Ok(arms)
     }
 
     /// Rows of one arm, a repeat each.

@@ -349,6 +349,10 @@ fn part_1_judges_the_step_by_the_load_it_was_published_for() {
     let record: serde_json::Value = serde_json::from_str(&read(&env.results("o")[0], "run.json")).unwrap();
     assert_eq!(record["claims"].as_array().unwrap().len(), 0);
     assert_eq!(record["plan"]["claims_left_out"], all);
+    // Values of one's own choose arms too.
+    let ran = env.run("run part1-hit-the-wall --device sim:series --values 1 --check --out v").ok();
+    assert!(ran.stdout.contains("left out, of arms that were not chosen"), "{}", ran.stdout);
+    assert!(!ran.stdout.contains("not comparable"), "{}", ran.stdout);
 }
 
 #[test]
