@@ -398,7 +398,7 @@ impl Gpu {
         // SAFETY: freed once, in `DeviceBuffer::drop`. Zero-sized buffers get a byte so that every pointer is valid.
         let pointer = unsafe { result::malloc_sync(bytes.max(16) as usize) }
             .map_err(|error| failure(error, || format!("allocating {bytes} bytes")))?;
-        Ok(DeviceBuffer { gpu: self.clone(), pointer, bytes })
+        Ok(DeviceBuffer { gpu: self.clone(), pointer, bytes, whole: None })
     }
 
     pub fn allocate_zeroed(&self, bytes: u64) -> Result<DeviceBuffer> {

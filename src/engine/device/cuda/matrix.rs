@@ -12,7 +12,11 @@
 //! | gate and up, interleaved | 2 x intermediate | hidden | [`Output::SiluMul`] |
 //! | head | vocabulary | hidden | [`Output::Float`], [`Output::Best`] |
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use super::driver::DeviceBuffer;
+use crate::{Error, Result};
 
 /// How a matrix lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +41,34 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// The matrix, and matrices of some of its rows on the same memory: any rows of fp16, all or none of 4-bit ones.
+    ///
+    /// # Errors
+    /// Rows that are not there, or of a 4-bit matrix only some.
+    pub fn cut(self, parts: &[Range<usize>]) -> Result<(Self, Vec<Self>)> {
+        let Self { format, rows: all, cols, .. } = self;
+        let (weights, scales, bias) =
+            (Arc::new(self.weights), self.scales.map(Arc::new), self.bias.map(Arc::new));
+        let part = |rows: &Range<usize>| {
+            if format != MatrixFormat::F16 && !rows.is_empty() && *rows != (0..all) {
+                return Err(Error::failed(format!("rows {rows:?} of a 4-bit matrix of {all}"), ""));
+            }
+            let of = |whole: &Arc<DeviceBuffer>| {
+                let at = |row: usize| whole.bytes() * row as u64 / all.max(1) as u64;
+                DeviceBuffer::part(whole, at(rows.start), at(rows.end) - at(rows.start))
+            };
+            Ok(Self {
+                format,
+                rows: rows.len(),
+                cols,
+                weights: of(&weights)?,
+                scales: scales.as_ref().map(of).transpose()?,
+                bias: bias.as_ref().map(of).transpose()?,
+            })
+        };
+        Ok((part(&(0..all))?, parts.iter().map(part).collect::<Result<_>>()?))
+    }
+
     /// Bytes a product streams.
     pub fn bytes(&self) -> u64 {
         let side = |buffer: &Option<DeviceBuffer>| buffer.as_ref().map_or(0, DeviceBuffer::bytes);

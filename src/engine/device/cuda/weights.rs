@@ -78,12 +78,17 @@ pub struct DeltaWeights {
 /// Output columns: q (with gate), k, v.
 pub struct AttentionWeights {
     pub input: Parts,
-    /// The first parts of the last layer's input, which are q alone, since most rows of a prompt need only k and v there. 0 in
-    /// other layers.
-    pub query_parts: usize,
+    /// In the last layer, where most rows of a prompt need only k and v.
+    pub apart: Option<Apart>,
     pub q_norm: Option<DeviceBuffer>,
     pub k_norm: Option<DeviceBuffer>,
     pub output: Matrix,
+}
+
+/// q apart from k and v, on the memory of the whole input.
+pub struct Apart {
+    pub queries: Parts,
+    pub keys: Parts,
 }
 
 struct Loader<'a> {
@@ -146,18 +151,15 @@ impl Loader<'_> {
                     norms.1 = Some(self.norm(&name("self_attn.k_norm.weight"), attention.head_dim)?);
                 }
                 let bias = bias.as_deref();
-                let (input, query_parts) = if index + 1 == spec.layers.len() {
-                    let mut input = self.fused(layer, &[Role::Q], bias, 0)?;
-                    let query_parts = input.len();
-                    let columns = input.iter().map(|(matrix, _)| matrix.rows).sum();
-                    input.extend(self.fused(layer, &[Role::K, Role::V], bias, columns)?);
-                    (input, query_parts)
+                let (input, apart) = if index + 1 == spec.layers.len() {
+                    let (input, apart) = self.input_apart(layer, bias)?;
+                    (input, Some(apart))
                 } else {
-                    (self.fused(layer, &[Role::Q, Role::K, Role::V], bias, 0)?, 0)
+                    (self.fused(layer, &[Role::Q, Role::K, Role::V], bias, 0)?, None)
                 };
                 MixerWeights::Attention(Box::new(AttentionWeights {
                     input,
-                    query_parts,
+                    apart,
                     q_norm: norms.0,
                     k_norm: norms.1,
                     output: self.module(layer, Role::O)?,
@@ -171,6 +173,39 @@ impl Loader<'_> {
             gate_up: self.gate_up(index)?,
             down: self.module(layer, Role::Down)?,
         })
+    }
+
+    /// The input of the last layer, and the same apart.
+    fn input_apart(&mut self, layer: Option<usize>, bias: Option<&[f32]>) -> Result<(Parts, Apart)> {
+        let roles = [Role::Q, Role::K, Role::V];
+        let modules = roles.iter().map(|&role| self.find(layer, role)).collect::<Result<Vec<_>>>()?;
+        let queries = modules[0].0.rows;
+        // Rows of 4-bit matrices cannot be told apart on the GPU.
+        let loaded = if modules.iter().any(|(_, format)| matches!(format, WeightFormat::Int4 { .. })) {
+            let mut loaded = self.fused(layer, &roles[..1], bias, 0)?;
+            loaded.extend(self.fused(layer, &roles[1..], bias, queries)?);
+            loaded
+        } else {
+            self.fused(layer, &roles, bias, 0)?
+        };
+        let mut input = Parts::new();
+        let mut apart = Apart { queries: Parts::new(), keys: Parts::new() };
+        for (matrix, column) in loaded {
+            let rows = matrix.rows;
+            // Queries come first: this matrix has so many rows of them.
+            let first = queries.saturating_sub(column).min(rows);
+            let (whole, parts) = matrix.cut(&[0..first, first..rows])?;
+            input.push((whole, column));
+            let columns = [column, column + first];
+            for ((list, part), column) in
+                [&mut apart.queries, &mut apart.keys].into_iter().zip(parts).zip(columns)
+            {
+                if part.rows > 0 {
+                    list.push((part, column));
+                }
+            }
+        }
+        Ok((input, apart))
     }
 
     /// Modules side by side, from output column `column` on: runs of one format become one matrix. `bias` covers all output

@@ -1,5 +1,7 @@
 //! Memory that frees itself: on the GPU, and page-locked on the host.
 
+use std::sync::Arc;
+
 use cudarc::driver::{result, sys};
 
 use super::plain::Plain;
@@ -12,9 +14,18 @@ pub struct DeviceBuffer {
     pub(super) gpu: Gpu,
     pub(super) pointer: sys::CUdeviceptr,
     pub(super) bytes: u64,
+    /// What this is a part of, which frees the memory.
+    pub(super) whole: Option<Arc<DeviceBuffer>>,
 }
 
 impl DeviceBuffer {
+    /// `bytes` of `whole` from `offset` on. The memory lives as long as any of its parts.
+    pub fn part(whole: &Arc<Self>, offset: u64, bytes: u64) -> Result<Self> {
+        whole.within(offset, bytes)?;
+        let pointer = whole.pointer + offset;
+        Ok(Self { gpu: whole.gpu.clone(), pointer, bytes, whole: Some(whole.clone()) })
+    }
+
     /// The address, for kernel arguments.
     pub fn pointer(&self) -> u64 {
         self.pointer
@@ -64,7 +75,7 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
+        if self.whole.is_none() && self.gpu.bind().is_ok() {
             // SAFETY: allocated in `Gpu::allocate` and freed only here; the driver waits for queued work on it.
             let _ = unsafe { result::free_sync(self.pointer) };
         }

@@ -7,7 +7,7 @@ use crate::engine::device::cuda::kernels::delta::{DeltaSequence, StatePools};
 use crate::engine::device::cuda::launch::Stream;
 use crate::engine::device::cuda::matrix::{Matrix, Output};
 use crate::engine::device::cuda::prefill_attention::{Gate, PagedKv, Rows};
-use crate::engine::device::cuda::weights::{AttentionWeights, DeltaWeights};
+use crate::engine::device::cuda::weights::{Apart, AttentionWeights, DeltaWeights};
 use crate::{Error, Result};
 
 impl Forward {
@@ -180,12 +180,14 @@ impl Forward {
         let all = StepRows { rows: view.at(view.offsets.rows), table, header };
         let own = StepRows { rows: view.at(view.offsets.last_rows), table, header };
         let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
-        let (of_queries, of_keys) = weights.input.split_at(weights.query_parts);
+        let Some(Apart { queries, keys }) = &weights.apart else {
+            return Err(Error::failed("a last layer whose queries are not apart", ""));
+        };
         // Queries, of `count` rows, and K and V, of all, are different columns of the same buffer.
         // SAFETY: as `run`; `last` names rows of the batch, at most `limits.outputs`.
         unsafe {
             stream.set_role("attention_in");
-            self.input_product(stream, (normed, rows), of_keys, self.qkv_pitch)?;
+            self.input_product(stream, (normed, rows), keys, self.qkv_pitch)?;
             stream.set_role("attention");
             attention.prepare(stream, rows, Part::KeysAndValues, qkv, norms, query, cache, all)?;
             if count == 0 {
@@ -195,7 +197,7 @@ impl Forward {
             let last = view.at(view.offsets.last);
             self.norms.gather(stream, count, (residual, normed), last, (live.residual, live.normed))?;
             stream.set_role("attention_in");
-            self.input_product(stream, (live.normed, count), of_queries, self.qkv_pitch)?;
+            self.input_product(stream, (live.normed, count), queries, self.qkv_pitch)?;
             stream.set_role("attention");
             attention.prepare(stream, count, Part::Queries, qkv, norms, query, cache, own)?;
             let recent = batch.longest_short.max(batch.longest_chunk);

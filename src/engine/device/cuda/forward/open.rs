@@ -176,6 +176,10 @@ impl Forward {
                 MixerWeights::Attention(attention) => (&attention.input, &attention.output, self.qkv_pitch),
             };
             uses.extend(input.iter().map(|(matrix, _)| (matrix, to_mixed(stride))));
+            if let MixerWeights::Attention(attention) = &layer.mixer {
+                let apart = attention.apart.iter().flat_map(|apart| apart.queries.iter().chain(&apart.keys));
+                uses.extend(apart.map(|(matrix, _)| (matrix, to_mixed(stride))));
+            }
             uses.push((&layer.gate_up, activation));
             for matrix in [output, &layer.down] {
                 uses.extend([(matrix, partials), (matrix, residual)]);
