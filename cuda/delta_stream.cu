@@ -472,14 +472,14 @@ KERNEL __launch_bounds__(THREADS(1), 1) delta_stream_drafts(ARGUMENTS, u32 *draw
 
 // ---- few sequences: no shared memory to speak of, so that the products beside it keep their L1 ----
 
-#define PARTS 4 // blocks that share a head, as a cluster
-#define PART_ROWS (HEAD / PARTS)
 #define MOST_PAIRS 8
 
-// A block has PART_ROWS rows of a head's state, in registers, and one new token. Eight lanes a row, two rows a thread. State and
-// pairs are asked for before the wait for the product in front. Grid (value_heads * PARTS, sequences).
-KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
-    constexpr int CHANNELS = 2 * HEAD + PART_ROWS, TASKS = (CHANNELS + 127) / 128, KEPT = HEAD + PART_ROWS + 4;
+// PARTS blocks share a head, as a cluster where there are several. A block has PART_ROWS rows of the state, in registers, and one
+// new token. Eight lanes a row, two rows a thread. State and pairs are asked for before the wait for the product in front. Grid
+// (value_heads * PARTS, sequences).
+template <int PARTS> DEVICE void few_states(ARGUMENTS) {
+    constexpr int PART_ROWS = HEAD / PARTS, THREADS = 4 * PART_ROWS, CHANNELS = 2 * HEAD + PART_ROWS, TASKS = (CHANNELS + THREADS - 1) / THREADS;
+    constexpr int KEPT = HEAD + PART_ROWS + 4;
     __shared__ __align__(16) float conv[CHANNELS], kept[MOST_PAIRS][KEPT]; // of a pair: k, these rows of u, L
     __shared__ float by_k[MOST_PAIRS + 1], by_q[MOST_PAIRS + 1], outputs[PART_ROWS], updates[PART_ROWS], squares[PARTS];
 
@@ -490,7 +490,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     let_next_kernel_start();
     Sequence sequence = sequences[blockIdx.y];
     if (sequence.slot < 0) return; // the whole cluster
-    cluster_say_started();
+    if (PARTS > 1) cluster_say_started();
     u64 at = (u64)sequence.slot * heads + head;
     bool fresh = sequence.context == sequence.pending;
 
@@ -501,7 +501,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
         for (int j = 0; j < 4; j++)
             S[r][j] = fresh ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : own[r * HEAD + 8 * j];
     float *rows = pairs + at * capacity * PAIR;
-    for (int piece = tid; piece < sequence.pending * (KEPT / 4); piece += 128) {
+    for (int piece = tid; piece < sequence.pending * (KEPT / 4); piece += THREADS) {
         int pair = piece / (KEPT / 4), word = 4 * (piece % (KEPT / 4));
         int from = word < HEAD ? word : word < HEAD + PART_ROWS ? word + part * PART_ROWS : 2 * HEAD;
         copy_async_16(shared_address(&kept[pair][word]), rows + pair * PAIR + from);
@@ -513,7 +513,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     f16 history[TASKS][3], *ring = window + (u64)sequence.slot * shape.ring * channels;
 #pragma unroll
     for (int task = 0; task < TASKS; task++) {
-        int c = tid + 128 * task;
+        int c = tid + THREADS * task;
         channel[task] = c < 2 * HEAD   ? c / HEAD * key_channels + head / group * HEAD + c % HEAD
                         : c < CHANNELS ? 2 * key_channels + head * HEAD + part * PART_ROWS + c - 2 * HEAD
                                        : -1;
@@ -529,7 +529,7 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     }
     float rate = a_log[head], bias = dt_bias[head], weight = tid < PART_ROWS ? norm_weight[part * PART_ROWS + tid] : 0.0f;
 
-    cluster_wait_started();
+    if (PARTS > 1) cluster_wait_started();
     wait_for_previous_kernel();
     const f16 *input = mixed + (u64)sequence.start * shape.pitch, *gates = input + channels + heads * HEAD;
     f16 b = gates[head], a = gates[heads + head], z = 0;
@@ -544,9 +544,9 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
         float sum = tap[task][3] * half_to_float(raw[task]);
 #pragma unroll
         for (int j = 0; j < 3; j++) sum += tap[task][j] * half_to_float(history[task][j]);
-        conv[tid + 128 * task] = silu(sum);
+        conv[tid + THREADS * task] = silu(sum);
         // q and k channels belong to all blocks of a key head; the first one keeps them.
-        if (task == TASKS - 1 || (part == 0 && head % group == 0)) ring[entry * channels + channel[task]] = raw[task];
+        if (tid + THREADS * task >= 2 * HEAD || (part == 0 && head % group == 0)) ring[entry * channels + channel[task]] = raw[task];
     }
     copy_async_wait<0>();
     __syncthreads();
@@ -591,8 +591,15 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     } else {
         log += last;
     }
-    // Warp w: the products with pairs w, w + 4.., and behind the last pair q with k.
-    for (int pair = warp; pair <= have; pair += 4) {
+    float decay = expf(log), S_k[2] = {}, S_q[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) S_k[r] += dot4(S[r][j], k[j]), S_q[r] += dot4(S[r][j], q[j]);
+        S_k[r] *= decay * k_scale, S_q[r] *= decay * q_scale;
+    }
+    // Warp w: the products with pairs w, w + warps.., and behind the last pair q with k.
+    for (int pair = warp; pair <= have; pair += THREADS / 32) {
         float4 all = ((const float4 *)conv)[HEAD / 4 + lane], query = ((const float4 *)conv)[lane];
         float4 other = pair < have ? ((const float4 *)kept[pair])[lane] : all;
         float with_k = warp_sum(dot4(other, all)), with_q = warp_sum(dot4(other, query));
@@ -603,13 +610,9 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     }
     __syncthreads();
 
-    float decay = expf(log);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float with_k = 0.0f, with_q = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; j++) with_k += dot4(S[r][j], k[j]), with_q += dot4(S[r][j], q[j]);
-        with_k *= decay * k_scale, with_q *= decay * q_scale;
+        float with_k = S_k[r], with_q = S_q[r];
         if (sub < have) {
             float value = kept[sub][HEAD + row + 4 * r];
             with_k += by_k[sub] * value, with_q += by_q[sub] * value;
@@ -624,14 +627,19 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
     }
     __syncthreads();
 
-    float sum = warp_sum(outputs[lane] * outputs[lane]);
-    cluster_share(squares, part, PARTS, sum);
-    sum = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += squares[i];
+    for (int i = 0; i < PART_ROWS; i += 32) sum += outputs[lane + i] * outputs[lane + i];
+    sum = warp_sum(sum);
+    if (PARTS > 1) {
+        cluster_share(squares, part, PARTS, sum);
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) sum += squares[i];
+    }
     // The cluster has read what this may overwrite.
     float *pair = rows + have * PAIR;
-    if (part == 0) {
+    if (part == 0 && tid < HEAD) {
         pair[tid] = conv[HEAD + tid] * k_scale;
         if (tid == 0) pair[2 * HEAD] = log;
     }
@@ -641,6 +649,11 @@ KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) {
         out[((u64)sequence.start * heads + head) * HEAD + part * PART_ROWS + tid] = float_to_half(y);
     }
 }
+
+KERNEL __launch_bounds__(128) delta_few(ARGUMENTS) { few_states<4>(PASS); }
+// For one sequence: no clusters, which wait for places side by side and for each other. It has 512 threads; the bound is what
+// leaves registers for the products' blocks before and behind it, with which it shares a multiprocessor.
+KERNEL __launch_bounds__(640, 1) delta_one(ARGUMENTS) { few_states<1>(PASS); }
 
 // Folds the pairs of every sequence that has some into its state, for kernels that know nothing of pairs. Grid (value_heads, sequences).
 // The next kernel is not let in early: behind it stands one that reads states before it waits.

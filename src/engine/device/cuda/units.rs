@@ -51,7 +51,7 @@ pub const DELTA_STREAM: Unit = Unit {
     file: "delta_stream.cu",
     source: include_str!("../../../../cuda/delta_stream.cu"),
     defines: &[],
-    hot: &["delta_stream", "delta_few"],
+    hot: &["delta_stream", "delta_few", "delta_one"],
     min_capability: 90,
     max_capability: 103,
 };

@@ -88,6 +88,7 @@ pub struct Delta {
 #[derive(Debug)]
 struct Deferred {
     few: Kernel,
+    one: Kernel,
     stream: Kernel,
     /// Sequences from which it is `stream`, not `few`.
     stream_from: usize,
@@ -148,6 +149,7 @@ impl Delta {
             let stream = if drafts > 0 { "delta_stream_drafts" } else { "delta_stream" };
             Some(Deferred {
                 few: gpu.kernel(&units::DELTA_STREAM, "delta_few")?,
+                one: gpu.kernel(&units::DELTA_STREAM, "delta_one")?,
                 stream: gpu.kernel(&units::DELTA_STREAM, stream)?,
                 stream_from: STREAM_SEQUENCES,
                 settle: gpu.kernel(&units::DELTA_STREAM, "delta_settle")?,
@@ -287,7 +289,9 @@ impl Delta {
             let pair_bytes = tasks * PAIR_BYTES * (deferred.interval + 1 + 2 * new_tokens) / 2;
             let cost = (small_bytes + (state_bytes + pair_bytes) as u64, flops);
             let blocks = tasks.min(deferred.multiprocessors) as u32;
-            let (kernel, launch) = if !deferred.drafts && count < deferred.stream_from {
+            let (kernel, launch) = if !deferred.drafts && count == 1 {
+                (&deferred.one, Launch::new(heads, 512))
+            } else if !deferred.drafts && count < deferred.stream_from {
                 let grid = [SPLIT * shape.value_heads as u32, count as u32, 1];
                 (&deferred.few, Launch::grid(grid, 128).cluster(SPLIT))
             } else {
