@@ -111,9 +111,10 @@ KERNEL __launch_bounds__(128) attention_prepare_256(PREPARE) { prepare<256>(PASS
 #define TILE 16 // tokens a warp takes at a time
 #define SLOTS 2 // tiles of K or V in a warp's ring
 #define NO_SCORE -1.0e30f
+#define SHORT_TILES 32 // of a context whose blocks take a tile a warp, all of it on its way before the wait
 
 struct Split {
-    int splits, min_tiles; // grid.y, and the fewest tiles worth a block of its own
+    int splits, min_tiles; // grid.y, and the fewest tiles of a longer context worth a block of its own
     float scale;           // of the scores, times log2(e)
     int recent;            // a sequence's last tokens that this step writes, at most
 };
@@ -155,7 +156,7 @@ DEVICE void attend(const f16 *q, const f16 *qkv, const f16 *k_cache, const f16 *
     let_next_kernel_start();
     if (row.sequence < 0) return;
     int tokens = row.position + 1, tiles = (tokens + TILE - 1) / TILE;
-    int per_split = max((tiles + split.splits - 1) / split.splits, split.min_tiles);
+    int per_split = max((tiles + split.splits - 1) / split.splits, tiles <= SHORT_TILES ? WARPS : split.min_tiles);
     int used = (tiles + per_split - 1) / per_split; // blocks that have work
     if ((int)blockIdx.y >= used) return;
     int tile_begin = blockIdx.y * per_split, tile_end = min(tiles, tile_begin + per_split);

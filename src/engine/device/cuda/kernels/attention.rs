@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// Warps of a block and tiles in a warp's ring, as in the file.
 const WARPS: usize = 4;
 const SLOTS: usize = 2;
-/// The fewest tiles of 16 tokens worth a block of its own.
+/// The fewest tiles of 16 tokens worth a block of its own, in contexts that are not short (`SHORT_TILES` of the file).
 const MIN_TILES: i32 = 8;
 /// Blocks a multiprocessor that a step's contexts are split into at most.
 const SPLIT_BLOCKS: usize = 2;
