@@ -33,6 +33,9 @@ const MANY_WAVES_ROWS: usize = 128;
 /// Weights on their way to a multiprocessor at a time, to 32 rows of x: with less the memory is not always busy, with more all that is
 /// read beside them waits longer (docs/perf-log.md).
 const AHEAD_BYTES: usize = 56 << 10;
+/// The same where less waits: of a single row, and of products in parts (in both cases not where the ring takes all tiles: its block
+/// stands beside a mixer that is still at work).
+const MORE_AHEAD_BYTES: usize = 62 << 10;
 /// Rows of x up to which a step's products together are faster than cuBLASLt's.
 pub const FASTER_ROWS: usize = 128;
 /// Rows of x from which the batch is the product's M side.
@@ -119,11 +122,23 @@ impl Cut {
         (self.rows + self.batch) * 2 * TILE_COLUMNS
     }
 
+    /// Tiles of W that a block takes at most.
+    fn tiles(&self, k: usize) -> usize {
+        k.div_ceil(TILE_COLUMNS).div_ceil(self.parts)
+    }
+
+    /// Sums of a block, which go where the ring was.
+    fn sum_bytes(&self) -> usize {
+        4 * self.batch * (GROUP_ROWS * self.groups() + 4)
+    }
+
     /// Tiles of W that a block asks for ahead of their arrival: [`AHEAD_BYTES`], but all of the ring where every multiprocessor has
     /// many blocks and nothing waits behind them.
-    fn ahead(&self, multiprocessors: usize, n: usize) -> usize {
+    fn ahead(&self, multiprocessors: usize, rows: usize, n: usize, k: usize) -> usize {
         let alone = n.div_ceil(self.rows) > FEW_WAVES * multiprocessors;
-        let ahead = if alone { self.stages } else { AHEAD_BYTES / (self.rows * 2 * TILE_COLUMNS) };
+        let comes_round = self.tiles(k) > self.stages;
+        let bytes = if comes_round && (self.parts > 1 || rows == 1) { MORE_AHEAD_BYTES } else { AHEAD_BYTES };
+        let ahead = if alone { self.stages } else { bytes / (self.rows * 2 * TILE_COLUMNS) };
         ahead.clamp(1, self.stages)
     }
 
@@ -139,7 +154,7 @@ fn slack(batch: usize, rows: usize) -> usize {
 
 /// A matrix [rows, columns] of fp16 at `at` as boxes of `box_rows` rows by 64 columns for the copy engine.
 fn tensor_map(at: u64, rows: usize, columns: usize, box_rows: usize) -> Result<[u64; 16]> {
-    Ok(TensorMap::halves_matrix(at, (rows, columns), columns, (box_rows, TILE_COLUMNS))?.into_words())
+    Ok(TensorMap::streamed_matrix(at, (rows, columns), (box_rows, TILE_COLUMNS))?.into_words())
 }
 
 pub struct BatchProducts {
@@ -188,7 +203,7 @@ impl BatchProducts {
                 tiles: n.div_ceil(cut.rows),
                 parts: cut.parts,
                 stages: cut.stages,
-                ahead: cut.ahead(self.multiprocessors, n),
+                ahead: cut.ahead(self.multiprocessors, rows, n, k),
             }
         } else {
             let cut = wide::Cut::new(rows, n, k, max_parts, multiple, self.multiprocessors);
@@ -271,7 +286,9 @@ fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiple: usize, multi
     let block_rows = if waves > FEW_WAVES { MANY_WAVES_ROWS } else { rows_for(waves) };
     let mut cut = Cut { batch, rows: block_rows, parts, stages: 0 };
     let room = MULTIPROCESSOR_BYTES - BLOCK_BYTES - slack(batch, block_rows);
-    cut.stages = (room / cut.stage_bytes()).min(MAX_STAGES);
+    // No more slots than a block has tiles (or its sums need), so that the mixer in front fits beside it.
+    let enough = cut.tiles(k).max(2).max(cut.sum_bytes().div_ceil(cut.stage_bytes()));
+    cut.stages = (room / cut.stage_bytes()).min(MAX_STAGES).min(enough);
     cut
 }
 
@@ -311,9 +328,8 @@ mod tests {
                 assert!(cut.rows.is_multiple_of(multiple) && (1..=max_parts).contains(&cut.parts), "{what}");
                 assert!(cut.kernel() < NAMES.as_flattened().len() && cut.stages >= 2, "{what}");
                 assert!(cut.shared_bytes() + 512 <= 227 << 10, "{what}");
-                let sums = 4 * cut.batch * (GROUP_ROWS * cut.groups() + 4);
-                assert!(sums <= cut.stages * cut.stage_bytes(), "{what}");
-                assert!((1..=cut.stages).contains(&cut.ahead(132, n)), "{what}");
+                assert!(cut.sum_bytes() <= cut.stages * cut.stage_bytes(), "{what}");
+                assert!((1..=cut.stages).contains(&cut.ahead(132, rows, n, k)), "{what}");
                 let blocks = n.div_ceil(cut.rows) * cut.parts;
                 if (2560..20_000).contains(&n) {
                     assert!((120..=132).contains(&blocks), "{what}: {blocks} blocks");
