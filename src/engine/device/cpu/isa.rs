@@ -136,6 +136,56 @@ pub fn has_vnni() -> bool {
     }
 }
 
+/// Products of matrix tiles (AMX) that this CPU has and that the system lets this process use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TileProducts {
+    /// Of pairs of bf16, summed in f32 (AMX-BF16).
+    pub bf16: bool,
+    /// Of four 8-bit integers each, summed in 32 bits (AMX-INT8).
+    pub int8: bool,
+}
+
+/// The tile products of this CPU: none without AVX-512 as well, or where the system refuses their registers.
+pub fn tile_products() -> TileProducts {
+    static FOUND: LazyLock<TileProducts> = LazyLock::new(find_tile_products);
+    *FOUND
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn find_tile_products() -> TileProducts {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    /// ARCH_REQ_XCOMP_PERM, which asks for a part of the registers for the whole process.
+    const REQUEST_PERMISSION: libc::c_ulong = 0x1023;
+    /// XTILEDATA.
+    const TILE_DATA: libc::c_ulong = 18;
+    if Isa::detect() != Isa::Avx512 {
+        return TileProducts::default();
+    }
+    // SAFETY: every x86-64 CPU has the instruction, and the leaf is asked for only where there is one.
+    #[allow(unused_unsafe, reason = "newer toolchains have them as safe functions")]
+    let features = unsafe { if __cpuid(0).eax < 7 { 0 } else { __cpuid_count(7, 0).edx } };
+    let has = |bit: u32| features >> bit & 1 == 1;
+    let (bf16, tiles, int8) = (has(22), has(24), has(25));
+    // SAFETY: the call touches no memory of this process; systems that do not know it give an error.
+    let granted = tiles && unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) } == 0;
+    TileProducts { bf16: granted && bf16, int8: granted && int8 }
+}
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+fn find_tile_products() -> TileProducts {
+    TileProducts::default()
+}
+
+/// Which tile products this CPU has, for `doctor`.
+pub fn tile_products_found() -> &'static str {
+    match tile_products() {
+        TileProducts { bf16: true, int8: true } => "bf16 and 8-bit integers",
+        TileProducts { bf16: true, int8: false } => "bf16",
+        TileProducts { bf16: false, int8: true } => "8-bit integers",
+        TileProducts { bf16: false, int8: false } => "no",
+    }
+}
+
 /// # Errors
 /// `cpu_math = bf16` on a CPU without bf16 products.
 pub fn require_bf16() -> Result<()> {

@@ -82,6 +82,7 @@ impl CpuDevice {
                 ("threads".to_string(), threads.to_string()),
                 ("instructions".to_string(), isa.name().to_string()),
                 ("bf16 products".to_string(), isa::bf16_products().to_string()),
+                ("tile products (AMX)".to_string(), isa::tile_products_found().to_string()),
                 ("huge pages".to_string(), huge_pages()),
             ],
         };
