@@ -209,7 +209,7 @@ fn case(
             continue;
         }
         let shape = SequenceShape { new_tokens: tokens, context_tokens: 0, sampled_rows: 1, decode: false };
-        let mut row = Row::new(&probe, &cost, math, vec![shape]);
+        let mut row = Row::new(&probe, &cost, vec![shape]);
         row.measure(pairs.unwrap_or(8), 1, || prefill(session.as_mut(), tokens, false).0);
         row.print(&name, tokens);
     }
@@ -225,7 +225,7 @@ fn case(
         let mut context = CONTEXT;
         let middle = CONTEXT + pairs * steps / 2;
         let shape = SequenceShape { new_tokens: 1, context_tokens: middle, sampled_rows: 1, decode: true };
-        let mut row = Row::new(&probe, &cost, math, vec![shape; batch]);
+        let mut row = Row::new(&probe, &cost, vec![shape; batch]);
         row.measure(pairs, steps, || {
             let time = decode(session.as_mut(), batch, context, false).0;
             context += 1;
@@ -297,7 +297,6 @@ fn phases(records: Vec<KernelRecord>) -> Vec<Phase> {
 struct Row<'a> {
     probe: &'a Probe,
     cost: &'a CostModel,
-    math: CpuMath,
     shapes: Vec<SequenceShape>,
     /// Of one step.
     bytes: f64,
@@ -311,12 +310,12 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn new(probe: &'a Probe, cost: &'a CostModel, math: CpuMath, shapes: Vec<SequenceShape>) -> Self {
+    fn new(probe: &'a Probe, cost: &'a CostModel, shapes: Vec<SequenceShape>) -> Self {
         let none = Vec::new;
         let (times, reads, rates) = (none(), none(), none());
         let (of_read, of_peak, of_floor) = (none(), none(), none());
         let (bytes, flops) = (0.0, 0.0);
-        Self { probe, cost, math, shapes, bytes, flops, times, reads, rates, of_read, of_peak, of_floor }
+        Self { probe, cost, shapes, bytes, flops, times, reads, rates, of_read, of_peak, of_floor }
     }
 
     /// `step` gives the seconds of one step.
@@ -324,7 +323,7 @@ impl<'a> Row<'a> {
         // As many passes as steps: where the L3 holds a part of the model, a step that follows another one finds it there.
         let ceilings = || {
             let seconds: f64 = (0..steps).map(|_| self.probe.read_bytes_per_s().recip()).sum();
-            (steps as f64 / seconds, self.probe.flops_per_s(self.math))
+            (steps as f64 / seconds, self.probe.flops_per_s())
         };
         step();
         let mut before = ceilings();

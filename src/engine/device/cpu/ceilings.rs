@@ -5,14 +5,13 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::gemm::{self, Arithmetic};
+use super::gemm::Peak;
 use super::isa::{Arch, Isa, LANES, Work};
 use super::memory::{Buffer, Shared};
 use super::model::lock;
 use super::pool::{Pool, prefetch_line, prefetch_line_to_l2};
 use crate::Result;
 use crate::engine::account::Ceilings;
-use crate::engine::config::CpuMath;
 
 /// Sizes of the block read, in MiB, and whether it lies on huge pages: well beyond any L3, and those of small models, so
 /// that a step's share can't pass 1.
@@ -41,7 +40,7 @@ const READERS: [ReadFn; 8] = [
 ];
 
 /// Measures all ceilings; about two seconds.
-pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
+pub fn measure(pool: &mut Pool, isa: Isa, peak: &Peak) -> Result<Ceilings> {
     let mut read = 0f64;
     for (mib, huge) in READ_BLOCKS {
         let buffer =
@@ -59,7 +58,7 @@ pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
     fill(pool, &from);
     fill(pool, &to);
     let copy = upper_quartile(&mut (0..PASSES).map(|_| copy_rate(pool, &from, &to)).collect::<Vec<_>>());
-    let flops = (0..PASSES).map(|_| flop_rate(pool, isa, math)).fold(0.0, f64::max);
+    let flops = (0..PASSES).map(|_| peak.flops_per_s(pool)).fold(0.0, f64::max);
     Ok(Ceilings {
         read_bytes_per_s: read,
         copy_bytes_per_s: copy,
@@ -73,7 +72,7 @@ pub fn measure(pool: &mut Pool, isa: Isa, math: CpuMath) -> Result<Ceilings> {
 /// this moment: a sixth of a second at 46 GB/s. The block is given back, so that it is never in a plan's way.
 ///
 /// A model that a step finds in the L3 in part is set beside a block that is found there in the same part.
-pub fn now(pool: &mut Pool, isa: Isa, math: CpuMath, bytes: usize) -> Result<(f64, f64)> {
+pub fn now(pool: &mut Pool, isa: Isa, peak: &Peak, bytes: usize) -> Result<(f64, f64)> {
     let bytes = bytes.clamp(*SHORT_BLOCK.start(), *SHORT_BLOCK.end()) / PART_BYTES * PART_BYTES;
     let buffer = Buffer::zeroed(bytes)?;
     fill(pool, &buffer);
@@ -83,7 +82,7 @@ pub fn now(pool: &mut Pool, isa: Isa, math: CpuMath, bytes: usize) -> Result<(f6
     let rates = READERS.map(|reader| (reader, best_of_a_few(pool, reader)));
     let (reader, _) = rates.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((READERS[0], 0.0));
     let mut rates: Vec<f64> = (0..PASSES).map(|_| read_rate(pool, isa, reader, &buffer)).collect();
-    let flops = (0..PASSES).map(|_| flop_rate(pool, isa, math)).fold(0.0, f64::max);
+    let flops = (0..PASSES).map(|_| peak.flops_per_s(pool)).fold(0.0, f64::max);
     Ok((upper_quartile(&mut rates), flops))
 }
 
@@ -93,12 +92,13 @@ pub struct Probe {
     isa: Isa,
     buffer: Buffer,
     reader: ReadFn,
+    peak: Peak,
 }
 
 impl Probe {
     /// # Errors
     /// The system refuses the memory.
-    pub fn new(pool: &Arc<Mutex<Pool>>, isa: Isa, bytes: usize) -> Result<Self> {
+    pub fn new(pool: &Arc<Mutex<Pool>>, isa: Isa, peak: &Peak, bytes: usize) -> Result<Self> {
         let buffer = Buffer::zeroed(bytes)?;
         let mut guard = lock(pool);
         fill(&mut guard, &buffer);
@@ -111,7 +111,7 @@ impl Probe {
         let best = rates.into_iter().map(|(reader, mut rates)| (reader, upper_quartile(&mut rates)));
         let (reader, _) = best.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((READERS[0], 0.0));
         drop(guard);
-        Ok(Self { pool: Arc::clone(pool), isa, buffer, reader })
+        Ok(Self { pool: Arc::clone(pool), isa, buffer, reader, peak: peak.clone() })
     }
 
     /// Bytes a second of one pass over the block, by the reader that was best when the probe was made.
@@ -119,9 +119,9 @@ impl Probe {
         read_rate(&mut lock(&self.pool), self.isa, self.reader, &self.buffer)
     }
 
-    /// Multiply-adds a second, as FLOPs; about a millisecond.
-    pub fn flops_per_s(&self, math: CpuMath) -> f64 {
-        flop_rate(&mut lock(&self.pool), self.isa, math)
+    /// The most FLOPs a second of the model's products; about a millisecond.
+    pub fn flops_per_s(&self) -> f64 {
+        self.peak.flops_per_s(&mut lock(&self.pool))
     }
 }
 
@@ -205,17 +205,4 @@ fn copy_rate(pool: &mut Pool, from: &Buffer, to: &Buffer) -> f64 {
         unsafe { target.part(start, len).copy_from_slice(source.part(start, len)) };
     });
     2.0 * from.len() as f64 / start.elapsed().as_secs_f64()
-}
-
-/// Multiply-adds a second, as FLOPs, of the widest arithmetic the engine uses here: as many independent sums as hide the
-/// latency of the multipliers.
-fn flop_rate(pool: &mut Pool, isa: Isa, math: CpuMath) -> f64 {
-    let rounds = 400_000;
-    let (threads, math) = (pool.threads(), Arithmetic::of(math));
-    let flops_per_round = gemm::multiply_add_flops(isa, math);
-    let start = Instant::now();
-    pool.run(&|_| {
-        std::hint::black_box(gemm::multiply_add_rounds(isa, math, rounds));
-    });
-    (rounds * threads * flops_per_round) as f64 / start.elapsed().as_secs_f64()
 }

@@ -14,7 +14,7 @@ use super::capture::Capture;
 use super::delta::{self, Mix};
 use super::gemm::int16::{Int16Activations, RoundTile, Rounded, group_of};
 use super::gemm::{
-    Activations, Arithmetic, MAX_TILE, Packed, Product, TileResult, first_read, first_read_of_pair,
+    Activations, Arithmetic, MAX_TILE, Packed, Product, TileSpace, first_read, first_read_of_pair,
     for_each_tile, max_tile, prefetches_ahead,
 };
 use super::isa::{Arch, Isa, Work};
@@ -130,8 +130,14 @@ impl Forward<'_> {
     }
 
     /// Norm of the given rows of the residual stream (all, or those listed), packed for a product.
-    pub fn norm(&mut self, layer: usize, weight: &[f32], rows: Option<&[usize]>) -> Result<Packed> {
-        let (isa, math) = (self.isa(), self.weights.math);
+    pub fn norm(
+        &mut self,
+        layer: usize,
+        weight: &[f32],
+        rows: Option<&[usize]>,
+        math: Arithmetic,
+    ) -> Result<Packed> {
+        let isa = self.isa();
         let spec = self.weights.spec();
         let (hidden, eps) = (spec.hidden_size, spec.norm_eps);
         let count = rows.map_or(self.batch.rows, <[usize]>::len);
@@ -140,12 +146,12 @@ impl Forward<'_> {
         let x = self.buffers.x.ptr();
         let space = Shared(self.buffers.threads.as_mut_ptr());
         let not_finite = &self.not_finite;
-        self.pool.split(packed.tiling.tiles, self.tile_grain(&packed), &|tiles, thread| {
+        self.pool.split(packed.units(), grain_of(&packed), &|units, thread| {
             // SAFETY: each thread has its own space.
             let space = unsafe { &mut space.part(thread, 1)[0] };
             space.rows.resize(MAX_TILE * hidden, 0.0);
-            for tile in tiles {
-                let (start, tokens) = packed.tiling.tile(tile);
+            for unit in units {
+                let (start, tokens) = packed.unit(unit);
                 for t in 0..tokens {
                     let row = rows.map_or(start + t, |rows| rows[start + t]);
                     // SAFETY: the residual stream is only read in this phase.
@@ -155,29 +161,25 @@ impl Forward<'_> {
                         not_finite.fetch_min((layer as u64) << 32 | row as u64, Ordering::Relaxed);
                     }
                 }
-                isa.run(PackTile { packed: &packed, tile, rows: &space.rows });
+                isa.run(PackUnit { packed: &packed, unit, rows: &space.rows });
             }
         });
         self.trace.end("norm", started, (4 * count * hidden + packed.bytes()) as u64, 0);
         Ok(packed)
     }
 
-    /// Tiles a thread packs at a time: all, where one thread is done before another has heard of it.
-    fn tile_grain(&self, packed: &Packed) -> usize {
-        if packed.tiling.rows * packed.cols <= 8 * 1024 { packed.tiling.tiles } else { 1 }
-    }
-
-    /// Packs the mixer's output rows for the output product.
-    fn pack_mixer_rows(&mut self, size: usize) -> Result<Packed> {
+    /// Packs the mixer's output rows for the product with `output`.
+    fn pack_mixer_rows(&mut self, size: usize, output: &Matrix) -> Result<Packed> {
         let isa = self.isa();
-        let packed = self.buffers.mixer_out.shape(isa, self.weights.math, self.batch.rows, size)?;
+        let math = self.weights.arithmetic([output]);
+        let packed = self.buffers.mixer_out.shape(isa, math, self.batch.rows, size)?;
         let rows = self.buffers.mixer_rows.ptr();
-        self.pool.split(packed.tiling.tiles, self.tile_grain(&packed), &|tiles, _| {
-            for tile in tiles {
-                let (start, tokens) = packed.tiling.tile(tile);
+        self.pool.split(packed.units(), grain_of(&packed), &|units, _| {
+            for unit in units {
+                let (start, tokens) = packed.unit(unit);
                 // SAFETY: the rows are only read in this phase.
                 let rows = unsafe { rows.part(start * size, tokens * size) };
-                isa.run(PackTile { packed: &packed, tile, rows });
+                isa.run(PackUnit { packed: &packed, unit, rows });
             }
         });
         Ok(packed)
@@ -190,7 +192,7 @@ impl Forward<'_> {
         matrices: impl Iterator<Item = &'m Matrix>,
     ) -> Result<Vec<Rounded>> {
         let mut all: Vec<Rounded> = Vec::new();
-        if self.weights.math != Arithmetic::Int16 {
+        if packed.math() != Arithmetic::Int16 {
             return Ok(all);
         }
         let isa = self.isa();
@@ -202,7 +204,7 @@ impl Forward<'_> {
                 self.buffers.rounded.push(Int16Activations::default());
             }
             let rounded = self.buffers.rounded[all.len()].shape(packed, group)?;
-            self.pool.split(packed.tiling.tiles, self.tile_grain(packed), &|tiles, _| {
+            self.pool.split(packed.tiling.tiles, grain_of(packed), &|tiles, _| {
                 for tile in tiles {
                     isa.run(RoundTile { packed, rounded: &rounded, tile });
                 }
@@ -262,9 +264,8 @@ impl Forward<'_> {
         let threads = self.pool.threads();
         let ahead = |thread: usize| next.of(threads, thread);
         for_each_tile(self.pool, packed, matrix.panels(), &ahead, &|panels, tile| {
-            let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-            product.tile(panels.clone(), tile, &mut result);
-            for (index, result) in result.iter().enumerate().take(packed.results(&panels, tile)) {
+            let mut space = TileSpace::new();
+            for (index, result) in product.tile(panels.clone(), tile, &mut space).iter().enumerate() {
                 let (row, panel) = packed.place(&panels, tile, index);
                 let rows = PANEL.min(matrix.rows - panel * PANEL);
                 // SAFETY: one thread computes a panel's tile and owns these elements.
@@ -289,7 +290,8 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        let math = self.weights.arithmetic(inputs);
+        let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
         self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
         let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
@@ -298,7 +300,7 @@ impl Forward<'_> {
         let size = attention.heads * attention.head_dim;
         self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
         let output = self.buffers.mixer_rows.ptr();
-        let Some(kv) = self.kv else { return self.pack_mixer_rows(size) };
+        let Some(kv) = self.kv else { return self.pack_mixer_rows(size, output_matrix) };
         let shared = attention::Layer {
             spec: attention,
             eps: spec.norm_eps,
@@ -365,7 +367,7 @@ impl Forward<'_> {
                 space.next_item = (prefetches && sequence.tokens() == 1).then_some((index + 1, shared.index));
             }
         });
-        let packed = self.pack_mixer_rows(size)?;
+        let packed = self.pack_mixer_rows(size, output_matrix)?;
         let rows_bytes = mixer_bytes(batch.rows, width, size, &packed);
         self.trace.attention(started, batch, attention, kv.element.bytes(), rows_bytes);
         Ok(packed)
@@ -381,7 +383,8 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let packed = self.norm(layer_index, &layer.input_norm, None)?;
+        let math = self.weights.arithmetic(inputs);
+        let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
         self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
         let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
@@ -390,7 +393,7 @@ impl Forward<'_> {
         self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
         let output = self.buffers.mixer_rows.ptr();
         let (Some(delta), Some(state)) = (&spec.delta_net, self.state) else {
-            return self.pack_mixer_rows(size);
+            return self.pack_mixer_rows(size, output_matrix);
         };
         let shared = delta::Layer {
             spec: delta,
@@ -417,7 +420,7 @@ impl Forward<'_> {
                 shared.isa.run(Mix { layer: &shared, sequence, key_head, workspace: &mut space.delta });
             }
         });
-        let packed = self.pack_mixer_rows(size)?;
+        let packed = self.pack_mixer_rows(size, output_matrix)?;
         let rows_bytes = mixer_bytes(batch.rows, width, size, &packed);
         self.trace.delta_net(started, batch, delta, state.element.bytes(), rows_bytes);
         Ok(packed)
@@ -425,10 +428,12 @@ impl Forward<'_> {
 
     fn mlp(&mut self, layer_index: usize, layer: &LayerWeights) -> Result<()> {
         let isa = self.isa();
-        let packed = self.norm(layer_index, &layer.post_norm, None)?;
+        let math = self.weights.arithmetic([&layer.gate, &layer.up]);
+        let packed = self.norm(layer_index, &layer.post_norm, None, math)?;
         self.capture(layer_index, Point::MlpIn, &packed);
         let size = layer.gate.rows;
-        let joined = self.buffers.mlp.shape(isa, self.weights.math, self.batch.rows, size)?;
+        let math = self.weights.arithmetic([&layer.down]);
+        let joined = self.buffers.mlp.shape(isa, math, self.batch.rows, size)?;
         let started = self.trace.start();
         let rounded = self.rounded(&packed, [&layer.gate, &layer.up].into_iter())?;
         let gate = Product::new(isa, &layer.gate, packed, &rounded);
@@ -437,14 +442,13 @@ impl Forward<'_> {
         let next = Upcoming::Matrices(std::slice::from_ref(&layer.down));
         let ahead = |thread: usize| next.of(threads, thread);
         for_each_tile(self.pool, &packed, layer.gate.panels(), &ahead, &|panels, tile| {
-            let mut results: [TileResult; 2] = [[[0.0; PANEL]; MAX_TILE]; 2];
-            gate.tile(panels.clone(), tile, &mut results[0]);
-            up.tile(panels.clone(), tile, &mut results[1]);
+            let mut space = [TileSpace::new(), TileSpace::new()];
+            let [of_gate, of_up] = &mut space;
+            let gate = gate.tile(panels.clone(), tile, of_gate);
+            let up = up.tile(panels.clone(), tile, of_up);
             let column = panels.start * PANEL;
             let columns = (panels.len() * PANEL).min(size - column);
-            let count = packed.results(&panels, tile);
-            let [gate, up] = &mut results;
-            isa.run(SwiGlu { gate, up, count, tile, column, columns, joined: &joined });
+            isa.run(SwiGlu { gate, up, tile, column, columns, joined: &joined });
         });
         let matrices = [&layer.gate, &layer.up].into_iter();
         // (What is written is the next product's input.)
@@ -488,6 +492,11 @@ impl<'a> Upcoming<'a> {
     }
 }
 
+/// Units a thread packs at a time: all, where one thread is done before another has heard of it.
+fn grain_of(packed: &Packed) -> usize {
+    if packed.tiling.rows * packed.cols <= 8 * 1024 { packed.units() } else { 1 }
+}
+
 /// Items a thread takes at a time so that there are about `parts` runs.
 fn grain(items: usize, parts: usize) -> usize {
     items.div_ceil(parts.max(1)).max(1)
@@ -505,9 +514,8 @@ fn store_tile(
     width: usize,
     column: usize,
 ) {
-    let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-    product.tile(panels.clone(), tile, &mut result);
-    for (index, result) in result.iter().enumerate().take(packed.results(&panels, tile)) {
+    let mut space = TileSpace::new();
+    for (index, result) in product.tile(panels.clone(), tile, &mut space).iter().enumerate() {
         let (row, panel) = packed.place(&panels, tile, index);
         let rows = PANEL.min(matrix_rows - panel * PANEL);
         // SAFETY: one thread computes a panel's tile and owns these elements.
@@ -533,28 +541,26 @@ impl Work for Norm<'_> {
     }
 }
 
-/// Packs rows that follow each other into a tile.
-struct PackTile<'a> {
+/// Packs rows that follow each other into a unit.
+struct PackUnit<'a> {
     packed: &'a Packed,
-    tile: usize,
+    unit: usize,
     rows: &'a [f32],
 }
 
-impl Work for PackTile<'_> {
+impl Work for PackUnit<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        // SAFETY: one thread packs a tile.
-        unsafe { self.packed.write_rows(self.tile, self.rows, self.packed.cols) };
+        // SAFETY: one thread packs a unit.
+        unsafe { self.packed.write_unit(self.unit, self.rows, self.packed.cols) };
     }
 }
 
 struct SwiGlu<'a> {
-    gate: &'a mut TileResult,
-    up: &'a TileResult,
-    /// Results that both hold.
-    count: usize,
+    gate: &'a mut [[f32; PANEL]],
+    up: &'a [[f32; PANEL]],
     tile: usize,
     column: usize,
     columns: usize,
@@ -566,9 +572,9 @@ impl Work for SwiGlu<'_> {
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        for t in 0..self.count {
+        for (gate, up) in self.gate.iter_mut().zip(self.up) {
             for i in 0..PANEL {
-                self.gate[t][i] = lanes::silu::<A>(self.gate[t][i]) * self.up[t][i];
+                gate[i] = lanes::silu::<A>(gate[i]) * up[i];
             }
         }
         let alone = self.joined.tiling.rows == 1;

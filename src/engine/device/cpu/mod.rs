@@ -31,6 +31,7 @@ mod trace;
 
 use std::sync::{Arc, Mutex};
 
+use self::gemm::Peak;
 use self::isa::Isa;
 use self::model::{CpuModel, lock};
 use self::pool::Pool;
@@ -50,9 +51,9 @@ pub struct CpuDevice {
     info: DeviceInfo,
     pool: Arc<Mutex<Pool>>,
     threads: usize,
-    /// Arithmetic of the model loaded last: ceilings are given for it.
-    math: CpuMath,
-    ceilings: Option<(CpuMath, usize, Ceilings)>,
+    /// Of the model loaded last: ceilings are given for it.
+    peak: Peak,
+    ceilings: Option<(Peak, usize, Ceilings)>,
     /// Bytes of weights that a step of that model streams.
     streamed_bytes: usize,
 }
@@ -90,22 +91,23 @@ impl CpuDevice {
             info.facts.push((MEMORY_LACK.to_string(), lack.to_string()));
         }
         let pool = Arc::new(Mutex::new(Pool::new(threads)));
-        Ok(Self { info, pool, threads, math: CpuMath::F32, ceilings: None, streamed_bytes: usize::MAX })
+        let peak = Peak::of_math(isa, CpuMath::F32);
+        Ok(Self { info, pool, threads, peak, ceilings: None, streamed_bytes: usize::MAX })
     }
 }
 
 impl CpuDevice {
     /// Arithmetic that [`Device::ceilings`] is given for, until a model is loaded with its own.
     pub fn set_math(&mut self, math: CpuMath) {
-        self.math = math;
+        self.peak = Peak::of_math(Isa::detect(), math);
     }
 
-    /// A block of `bytes` that this device's threads read between other work, to measure the ceiling of the moment.
+    /// For the model loaded last, a block of `bytes` that this device's threads read between other work, to measure the ceiling of the moment.
     ///
     /// # Errors
     /// The system refuses the memory.
     pub fn probe(&self, bytes: usize) -> Result<ceilings::Probe> {
-        ceilings::Probe::new(&self.pool, Isa::detect(), bytes)
+        ceilings::Probe::new(&self.pool, Isa::detect(), &self.peak, bytes)
     }
 }
 
@@ -135,11 +137,13 @@ impl Device for CpuDevice {
     fn ceilings(&mut self) -> Result<Ceilings> {
         let mut pool = lock(&self.pool);
         let threads = pool.threads();
-        match self.ceilings {
-            Some((math, of_threads, ceilings)) if math == self.math && of_threads == threads => Ok(ceilings),
+        match &self.ceilings {
+            Some((peak, of_threads, ceilings)) if *peak == self.peak && *of_threads == threads => {
+                Ok(*ceilings)
+            }
             _ => {
-                let ceilings = ceilings::measure(&mut pool, Isa::detect(), self.math)?;
-                self.ceilings = Some((self.math, threads, ceilings));
+                let ceilings = ceilings::measure(&mut pool, Isa::detect(), &self.peak)?;
+                self.ceilings = Some((self.peak.clone(), threads, ceilings));
                 Ok(ceilings)
             }
         }
@@ -148,7 +152,7 @@ impl Device for CpuDevice {
     fn ceilings_now(&mut self) -> Result<Option<Ceilings>> {
         let known = self.ceilings()?;
         let mut pool = lock(&self.pool);
-        let (read, flops) = ceilings::now(&mut pool, Isa::detect(), self.math, self.streamed_bytes)?;
+        let (read, flops) = ceilings::now(&mut pool, Isa::detect(), &self.peak, self.streamed_bytes)?;
         Ok(Some(Ceilings { read_bytes_per_s: read, flops_per_s: flops, ..known }))
     }
 
@@ -183,7 +187,7 @@ impl Device for CpuDevice {
             *pool = Pool::new(threads);
         }
         drop(pool);
-        self.math = options.cpu_math;
+        self.peak = Peak::of_model(Isa::detect(), options.cpu_math, layout);
         self.streamed_bytes = layout.streamed_bytes() as usize;
         Ok(Box::new(CpuModel::load(&self.pool, threads, layout, source, options, progress)?))
     }

@@ -35,7 +35,7 @@ pub struct Weights {
     /// Dropped first.
     _fence: Fence,
     pub layout: ModelLayout,
-    pub math: Arithmetic,
+    math: CpuMath,
     pub isa: Isa,
     pub embedding: Matrix,
     /// `None`: the embedding.
@@ -60,6 +60,11 @@ impl Weights {
 
     pub fn spec(&self) -> &ModelSpec {
         &self.layout.spec
+    }
+
+    /// How an input of all of `matrices` is multiplied.
+    pub fn arithmetic<'m>(&self, matrices: impl IntoIterator<Item = &'m Matrix>) -> Arithmetic {
+        Arithmetic::of(self.math, self.isa, matrices)
     }
 }
 
@@ -267,7 +272,7 @@ impl CpuModel {
         let weights = Weights {
             _fence: Fence(Arc::clone(pool)),
             layout: layout.clone(),
-            math: Arithmetic::of(options.cpu_math),
+            math: options.cpu_math,
             isa: Isa::detect(),
             embedding,
             head,

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use super::batch::{OwnedWant, Sequence};
 use super::forward::{Forward, Upcoming};
-use super::gemm::{MAX_TILE, Product, TileResult, for_each_tile};
+use super::gemm::{MAX_TILE, Product, TileSpace, for_each_tile};
 use super::matrix::PANEL;
 use super::memory::{Scratch, Shared};
 use super::pool::Ahead;
@@ -94,9 +94,10 @@ impl<'a, 'b> Head<'a, 'b> {
         let batch = forward.batch;
         let rows: Vec<usize> =
             block.iter().map(|&(which, token)| batch.sequences[which].first_row + token).collect();
-        let packed = forward.norm(weights.layers.len(), &weights.final_norm, Some(&rows))?;
-        let started = forward.trace.start();
         let head = weights.head();
+        let math = weights.arithmetic([head]);
+        let packed = forward.norm(weights.layers.len(), &weights.final_norm, Some(&rows), math)?;
+        let started = forward.trace.start();
         let (vocab, panels) = (head.rows, head.panels());
         let real = weights.spec().real_vocab_size.min(vocab);
         self.buffers.logits.reserve(rows.len() * vocab)?;
@@ -111,9 +112,8 @@ impl<'a, 'b> Head<'a, 'b> {
             first.map_or(Ahead::NOTHING, |first| first.of(threads, thread))
         };
         for_each_tile(forward.pool, &packed, panels, &ahead, &|run, tile| {
-            let mut result: TileResult = [[0.0; PANEL]; MAX_TILE];
-            product.tile(run.clone(), tile, &mut result);
-            for (index, result) in result.iter().enumerate().take(packed.results(&run, tile)) {
+            let mut space = TileSpace::new();
+            for (index, result) in product.tile(run.clone(), tile, &mut space).iter().enumerate() {
                 let (row, panel) = packed.place(&run, tile, index);
                 let columns = PANEL.min(vocab - panel * PANEL);
                 let sampled = real.saturating_sub(panel * PANEL).min(columns);

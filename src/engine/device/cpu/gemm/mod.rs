@@ -20,10 +20,14 @@ mod int16_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int16_avx512;
 mod packed;
+mod peak;
 mod portable;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::isa::{self, Isa, has_vnni};
@@ -32,9 +36,16 @@ use super::pool::{Ahead, Pool, share};
 use crate::engine::config::CpuMath;
 use int16::Rounded;
 pub use packed::{Activations, Packed, Tiling};
+pub use peak::Peak;
 
 /// Most tokens of a tile: 24 sums of 16 lanes and what they need fill the 32 AVX-512 registers.
 pub const MAX_TILE: usize = 12;
+
+/// Most tokens of a product's tile in any arithmetic: AMX takes most.
+#[cfg(target_arch = "x86_64")]
+const MAX_ROWS: usize = tiles::MAX_TOKENS;
+#[cfg(not(target_arch = "x86_64"))]
+const MAX_ROWS: usize = MAX_TILE;
 
 /// How products are computed: what [`CpuMath`] asks for, as this CPU does it fastest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,16 +56,44 @@ pub enum Arithmetic {
     /// The same operands, rounded to bf16, by multiply-adds of f32.
     Bf16InF32,
     Int16,
+    /// f32 by products of tiles of bf16 (AMX), operands split exactly. Made by [`Arithmetic::of`] alone, as the next.
+    F32Tiles,
+    /// bf16 by products of tiles.
+    Bf16Tiles,
 }
 
 impl Arithmetic {
-    pub fn of(math: CpuMath) -> Self {
+    /// For products of one input with all of `matrices`. It depends on them and the CPU alone, never on how many rows there are.
+    pub fn of<'m>(math: CpuMath, isa: Isa, matrices: impl IntoIterator<Item = &'m Matrix>) -> Self {
+        Self::of_packings(math, isa, matrices.into_iter().map(|matrix| matrix.packing))
+    }
+
+    fn of_packings(math: CpuMath, isa: Isa, packings: impl IntoIterator<Item = Packing>) -> Self {
+        let dense = |packing: Packing| matches!(packing, Packing::F16 | Packing::Bf16);
+        let tiles = isa == Isa::Avx512 && isa::tile_products().bf16 && packings.into_iter().all(dense);
         match math {
+            CpuMath::F32 | CpuMath::Int16 if tiles => Self::F32Tiles,
+            CpuMath::Bf16 if tiles => Self::Bf16Tiles,
             CpuMath::F32 => Self::F32,
             CpuMath::Bf16 if isa::has_fast_bf16() => Self::Bf16Pairs,
             CpuMath::Bf16 => Self::Bf16InF32,
             CpuMath::Int16 => Self::Int16,
         }
+    }
+
+    fn is_tiles(self) -> bool {
+        matches!(self, Self::F32Tiles | Self::Bf16Tiles)
+    }
+
+    /// Numbers of bf16 for each activation, in products of tiles.
+    fn pieces(self) -> usize {
+        if self == Self::F32Tiles { 3 } else { 1 }
+    }
+
+    /// Bytes of packed activations that should stay in a core's L2 while panels pass by.
+    fn activation_block_bytes(self) -> usize {
+        // CPUs with AMX have an L2 of 2 MB, and their products outrun memory unless a panel meets many tokens.
+        if self.is_tiles() { 1 << 20 } else { 384 << 10 }
     }
 }
 
@@ -84,7 +123,10 @@ pub struct Tile {
     pub stride: usize,
     /// Columns.
     pub cols: usize,
-    /// [cols][T] f32; for pairs of bf16 [cols/2][T] of them, for int16 [cols/2][T] pairs of integers.
+    /// T; functions that were chosen for a T do not look at it.
+    pub tokens: usize,
+    /// [cols][T] f32; for pairs of bf16 [cols/2][T] of them, for int16 [cols/2][T] pairs of integers, for products of tiles
+    /// [cols/32][pieces][T][32] bf16.
     pub x: *const f32,
     /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
     pub x_scales: *const f32,
@@ -156,6 +198,7 @@ impl Tile {
             w1,
             stride,
             cols,
+            tokens: 0,
             x,
             x_scales: std::ptr::null(),
             x_sums: std::ptr::null(),
@@ -207,6 +250,7 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
 /// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them.
 fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
     match (isa, packing, math) {
+        (_, _, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => None,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
@@ -255,6 +299,10 @@ pub fn multiply_add_flops(isa: Isa, math: Arithmetic) -> usize {
         (Isa::Avx512, Arithmetic::F32 | Arithmetic::Bf16InF32) => 2 * 16 * avx512::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Arithmetic::Bf16Pairs) => 4 * 16 * avx512::ROUND_SUMS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => {
+            2 * 16 * 16 * 32 * tiles::ROUND_PRODUCTS
+        }
         (Isa::Avx2, _) => 2 * 8 * 12,
         _ => 2 * 16 * 8,
     }
@@ -277,6 +325,9 @@ pub fn multiply_add_rounds(isa: Isa, math: Arithmetic, rounds: usize) -> f32 {
         (Isa::Avx512, Arithmetic::Bf16Pairs) => unsafe { avx512::bf16_rounds(rounds) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => unsafe { tiles::rounds(rounds) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, _) => unsafe { avx2::rounds(rounds) },
         _ => portable::rounds(rounds),
     }
@@ -295,6 +346,7 @@ pub fn max_tile(isa: Isa) -> usize {
 fn max_tile_of(isa: Isa, math: Arithmetic) -> usize {
     match math {
         Arithmetic::Int16 => max_tile(isa).min(int16::max_tokens(isa)),
+        Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => MAX_ROWS,
         _ => max_tile(isa),
     }
 }
@@ -312,8 +364,15 @@ pub struct Product<'a> {
     rounded: Option<Rounded>,
 }
 
-/// Results of a product's tile: of its rows, or of several panels for a lone row (see [`Packed::place`]).
-pub type TileResult = [[f32; PANEL]; MAX_TILE];
+/// Room for the results of a product's tile.
+pub struct TileSpace(MaybeUninit<[[f32; PANEL]; MAX_ROWS]>);
+
+impl TileSpace {
+    #[inline(always)]
+    pub fn new() -> Self {
+        Self(MaybeUninit::uninit())
+    }
+}
 
 impl<'a> Product<'a> {
     /// `rounded` holds the activations in 16 bits for every group of 4-bit weights, in int16 arithmetic.
@@ -321,7 +380,11 @@ impl<'a> Product<'a> {
         debug_assert_eq!(matrix.cols, packed.cols);
         let group = int16::group_of(matrix.packing);
         let rounded = rounded.iter().find(|rounded| Some(rounded.group) == group).copied();
-        let choose = |tokens: usize| match (matrix.packing, packed.math) {
+        let choose = |tokens: usize| match (matrix.packing, packed.math()) {
+            #[cfg(target_arch = "x86_64")]
+            (packing, Arithmetic::F32Tiles) => tiles::f32(packing),
+            #[cfg(target_arch = "x86_64")]
+            (_, Arithmetic::Bf16Tiles) => tiles::bf16(),
             (Packing::F32, _) => dense(isa, Element::F32, tokens),
             (Packing::F16, _) => dense(isa, Element::F16, tokens),
             #[cfg(target_arch = "x86_64")]
@@ -339,21 +402,30 @@ impl<'a> Product<'a> {
             }
         };
         let small = packed.tiling.small;
-        let rows = if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math) } else { None };
+        let rows = if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math()) } else { None };
         Self {
             matrix,
             packed,
             small: choose(small),
-            larger: choose((small + 1).min(max_tile_of(isa, packed.math))),
+            larger: choose((small + 1).min(max_tile_of(isa, packed.math()))),
             rows,
             far: far(),
             rounded,
         }
     }
 
-    /// A tile of one panel, or of up to [`ROW_PANELS`] for a lone row; 32 rows of the matrix each.
+    /// A tile of one panel, or of up to [`ROW_PANELS`] for a lone row; 32 rows of the matrix each. Gives the results of the
+    /// tile's rows, or of the panels for a lone row (see [`Packed::place`]).
     #[inline]
-    pub fn tile(&self, panels: Range<usize>, tile: usize, out: &mut TileResult) {
+    pub fn tile<'s>(
+        &self,
+        panels: Range<usize>,
+        tile: usize,
+        space: &'s mut TileSpace,
+    ) -> &'s mut [[f32; PANEL]] {
+        let out = space.0.as_mut_ptr().cast::<[f32; PANEL]>();
+        let results = self.packed.results(&panels, tile);
+        debug_assert!(results <= MAX_ROWS);
         match &self.rows {
             Some(functions) => {
                 let none = [std::ptr::null(); ROW_PANELS];
@@ -368,7 +440,7 @@ impl<'a> Product<'a> {
                     x_scales,
                     x_sums,
                     far: self.far,
-                    out: out.as_mut_ptr().cast(),
+                    out: out.cast(),
                 };
                 for (n, panel) in panels.clone().enumerate() {
                     (rows.panels[n], rows.scales[n], rows.zeros[n]) = self.matrix.panel(panel);
@@ -378,11 +450,14 @@ impl<'a> Product<'a> {
             }
             None if self.packed.tiling.rows == 1 => {
                 for (index, panel) in panels.enumerate() {
-                    self.one_panel(panel, tile, &mut out[index..]);
+                    // Products of tiles write 16 rows, of which the next panel overwrites what is not a result.
+                    self.one_panel(panel, tile, out.wrapping_add(index));
                 }
             }
             None => self.one_panel(panels.start, tile, out),
         }
+        // SAFETY: the functions have written all results.
+        unsafe { std::slice::from_raw_parts_mut(out, results) }
     }
 
     fn group(&self) -> usize {
@@ -404,10 +479,9 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Row t of a tile's result is `out[t]`, which has room for the tile's rows.
+    /// Row t of a tile's result is `out[t]`, which has room for the tile's rows, of products of tiles for a multiple of 16.
     #[inline]
-    fn one_panel(&self, panel: usize, tile: usize, out: &mut [[f32; PANEL]]) {
-        debug_assert!(self.packed.tiling.tile(tile).1 <= out.len());
+    fn one_panel(&self, panel: usize, tile: usize, out: *mut [f32; PANEL]) {
         let (weights, scales, zeros) = self.matrix.panel(panel);
         let half = match self.matrix.packing {
             Packing::F16 => 32,
@@ -426,10 +500,11 @@ impl<'a> Product<'a> {
             w1: unsafe { weights.add(half) },
             stride: 2 * half,
             cols: self.matrix.cols,
+            tokens: self.packed.tiling.tile(tile).1,
             x,
             x_scales,
             x_sums,
-            out: out.as_mut_ptr().cast(),
+            out: out.cast(),
             out_stride: PANEL,
             accumulate: false,
             scales,
@@ -446,9 +521,6 @@ impl<'a> Product<'a> {
         unsafe { run(&operands) };
     }
 }
-
-/// Bytes of packed activations that should stay in a core's L2 while panels pass by.
-const ACTIVATION_BLOCK_BYTES: usize = 384 << 10;
 
 /// Calls `body(panels, tile)` for every tile of every panel (of up to [`ROW_PANELS`] side by side for a lone row), split over
 /// the threads by panels, so that each panel is read from memory once for each block of activations that fits the L2

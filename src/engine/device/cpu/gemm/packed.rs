@@ -1,8 +1,8 @@
-//! Activations as the tiles read them: rows in groups, column by column.
+//! Activations as the tiles read them: rows in groups, column by column, or in blocks of 32 columns where tiles of AMX read them.
 
 use std::ops::Range;
 
-use super::{ACTIVATION_BLOCK_BYTES, Arithmetic, MAX_TILE, max_tile_of};
+use super::{Arithmetic, MAX_TILE, max_tile_of};
 use crate::Result;
 use crate::engine::device::cpu::isa::Isa;
 use crate::engine::device::cpu::memory::{Scratch, Shared};
@@ -28,13 +28,29 @@ impl Tiling {
         let start = tile * self.small + tile.min(self.larger);
         (start, self.small + usize::from(tile < self.larger))
     }
+
+    /// (tile, which of its rows) of a row.
+    #[inline(always)]
+    fn place(&self, row: usize) -> (usize, usize) {
+        let of_larger = self.larger * (self.small + 1);
+        if row < of_larger {
+            return (row / (self.small + 1), row % (self.small + 1));
+        }
+        let row = row - of_larger;
+        (self.larger + row / self.small, row % self.small)
+    }
 }
+
+/// Columns of a block of activations in bf16, and what loads of 16 lines may read beyond the last of a tile's rows.
+const BLOCK: usize = 32;
+const BLOCK_SLACK: usize = 15 * BLOCK;
 
 /// The input of a product, tile by tile and column by column, as the tiles read it.
 #[derive(Debug, Default)]
 pub struct Activations {
     values: Scratch<f32>,
     pairs: Scratch<u32>,
+    blocks: Scratch<u16>,
 }
 
 /// A view of packed activations that threads write and read.
@@ -42,30 +58,44 @@ pub struct Activations {
 pub struct Packed {
     pub tiling: Tiling,
     pub cols: usize,
-    /// Columns with padding to a pair.
+    /// Columns with padding to a pair, or to a block.
     padded: usize,
     values: Shared<f32>,
     pairs: Shared<u32>,
-    pub(super) math: Arithmetic,
+    /// bf16, a tile of T rows as [cols/32][pieces][T][32].
+    blocks: Shared<u16>,
+    math: Arithmetic,
 }
 
 impl Packed {
+    pub fn math(&self) -> Arithmetic {
+        self.math
+    }
+
     /// Bytes of all rows.
     pub fn bytes(&self) -> usize {
-        let element = match self.math {
+        self.tiling.rows * self.padded * self.element()
+    }
+
+    /// Bytes of a value.
+    fn element(&self) -> usize {
+        match self.math {
             Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 => 4,
             Arithmetic::Bf16Pairs => 2,
-        };
-        self.tiling.rows * self.padded * element
+            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
+        }
     }
 }
 
 impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
     pub fn shape(&mut self, isa: Isa, math: Arithmetic, rows: usize, cols: usize) -> Result<Packed> {
-        let padded = cols.next_multiple_of(2);
+        let padded = cols.next_multiple_of(if math.is_tiles() { BLOCK } else { 2 });
         match math {
             Arithmetic::Bf16Pairs => self.pairs.reserve(rows * padded / 2)?,
+            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+                self.blocks.reserve(rows * padded * math.pieces() + BLOCK_SLACK)?;
+            }
             _ => self.values.reserve(rows * padded)?,
         }
         Ok(Packed {
@@ -74,6 +104,7 @@ impl Activations {
             padded,
             values: self.values.ptr(),
             pairs: self.pairs.ptr(),
+            blocks: self.blocks.ptr(),
             math,
         })
     }
@@ -86,7 +117,7 @@ impl Packed {
     ///
     /// # Safety
     /// No other thread writes these columns of this tile. Where columns of bf16 lie in pairs, `first` is even and
-    /// `columns` is even or ends at the last column.
+    /// `columns` is even or ends at the last column; where they lie in blocks, likewise multiples of 32.
     #[inline(always)]
     pub unsafe fn write(
         &self,
@@ -106,8 +137,75 @@ impl Packed {
                     self.write_values(tile, range, rounded);
                 }
                 Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, range, value),
+                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+                    let (_, tokens) = self.tiling.tile(tile);
+                    (0..tokens).for_each(|t| self.write_blocks(tile, t, range.clone(), |i| value(t, i)));
+                }
             }
         }
+    }
+
+    /// One row of a tile in blocks.
+    ///
+    /// # Safety
+    /// As [`Packed::write`].
+    #[inline(always)]
+    unsafe fn write_blocks(&self, tile: usize, t: usize, range: Range<usize>, value: impl Fn(usize) -> f32) {
+        let (start, tokens) = self.tiling.tile(tile);
+        let pieces = self.math.pieces();
+        debug_assert!(range.start.is_multiple_of(BLOCK));
+        for first in range.clone().step_by(BLOCK) {
+            let mut values = [0f32; BLOCK];
+            let columns = BLOCK.min(range.end - first);
+            if columns == BLOCK {
+                values.iter_mut().enumerate().for_each(|(i, to)| *to = value(first - range.start + i));
+            } else {
+                let some = values.iter_mut().take(columns).enumerate();
+                some.for_each(|(i, to)| *to = value(first - range.start + i));
+            }
+            let at = pieces * (start * self.padded + first * tokens) + t * BLOCK;
+            for piece in 0..pieces {
+                // SAFETY: inside `rows * padded * pieces` values; disjointness is the caller's promise.
+                let out = unsafe { self.blocks.part(at + piece * tokens * BLOCK, BLOCK) };
+                for (value, out) in values.iter_mut().zip(out) {
+                    if pieces == 1 {
+                        *out = (round_to_bf16(*value) >> 16) as u16;
+                    } else {
+                        // The upper eight significant bits, and the rest, exactly.
+                        let bits = value.to_bits();
+                        *out = (bits >> 16) as u16;
+                        *value -= f32::from_bits(bits & 0xffff_0000);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Parts of the rows that are written each by one thread: rows where they lie apart in whole lines, else tiles.
+    pub fn units(&self) -> usize {
+        if self.math.is_tiles() { self.tiling.rows } else { self.tiling.tiles }
+    }
+
+    /// (first row, rows) of a unit.
+    #[inline(always)]
+    pub fn unit(&self, unit: usize) -> (usize, usize) {
+        if self.math.is_tiles() { (unit, 1) } else { self.tiling.tile(unit) }
+    }
+
+    /// Stores all rows of a unit from rows `stride` apart.
+    ///
+    /// # Safety
+    /// No other thread writes this unit.
+    #[inline(always)]
+    pub unsafe fn write_unit(&self, unit: usize, rows: &[f32], stride: usize) {
+        if !self.math.is_tiles() {
+            // SAFETY: promised by the caller.
+            return unsafe { self.write_rows(unit, rows, stride) };
+        }
+        let (tile, t) = self.tiling.place(unit);
+        let row = &rows[..self.cols];
+        // SAFETY: promised by the caller.
+        unsafe { self.write_blocks(tile, t, 0..self.cols, |i| row[i]) };
     }
 
     /// # Safety
@@ -153,12 +251,10 @@ impl Packed {
         }
     }
 
-    /// Stores all rows of a tile from rows `stride` apart.
-    ///
     /// # Safety
-    /// No other thread writes this tile.
+    /// As [`Packed::write_unit`].
     #[inline(always)]
-    pub unsafe fn write_rows(&self, tile: usize, rows: &[f32], stride: usize) {
+    unsafe fn write_rows(&self, tile: usize, rows: &[f32], stride: usize) {
         let (_, tokens) = self.tiling.tile(tile);
         let mut parts: [&[f32]; MAX_TILE] = [&[]; MAX_TILE];
         for (t, part) in parts.iter_mut().enumerate().take(tokens) {
@@ -186,8 +282,9 @@ impl Packed {
     /// Tiles that a panel meets one after the other: as many as stay in a core's L2 while panels pass by.
     pub(super) fn block_tiles(&self) -> usize {
         let tiles = self.tiling.tiles;
-        let tile_bytes = (self.tiling.rows * self.padded * 4 / tiles).max(1);
-        let most = (ACTIVATION_BLOCK_BYTES / tile_bytes).clamp(1, tiles);
+        let element = if self.math.is_tiles() { self.element() } else { 4 };
+        let tile_bytes = (self.tiling.rows * self.padded * element / tiles).max(1);
+        let most = (self.math.activation_block_bytes() / tile_bytes).clamp(1, tiles);
         tiles.div_ceil(tiles.div_ceil(most))
     }
 
@@ -199,7 +296,21 @@ impl Packed {
 
     /// Appends a row of f32 activations to `out`; the rows have been written.
     pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
-        debug_assert_ne!(self.math, Arithmetic::Bf16Pairs);
+        debug_assert!(!matches!(self.math, Arithmetic::Bf16Pairs | Arithmetic::Bf16Tiles));
+        if self.math.is_tiles() {
+            let (tile, t) = self.tiling.place(row);
+            let (start, tokens) = self.tiling.tile(tile);
+            for col in 0..self.cols {
+                let at = 3 * (start * self.padded + col / BLOCK * BLOCK * tokens) + t * BLOCK + col % BLOCK;
+                let piece = |piece: usize| {
+                    // SAFETY: as below.
+                    let bits = unsafe { self.blocks.part(at + piece * tokens * BLOCK, 1)[0] };
+                    f32::from_bits(u32::from(bits) << 16)
+                };
+                out.push(piece(0) + piece(1) + piece(2));
+            }
+            return;
+        }
         for tile in 0..self.tiling.tiles {
             let (start, tokens) = self.tiling.tile(tile);
             if (start..start + tokens).contains(&row) {
@@ -213,10 +324,13 @@ impl Packed {
     #[inline(always)]
     pub(super) fn tile_values(&self, tile: usize) -> *const f32 {
         let (start, _) = self.tiling.tile(tile);
-        // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many.
+        // SAFETY: inside the values, which hold rows * padded, or the pairs, which hold half as many, or the blocks' pieces.
         unsafe {
             match self.math {
                 Arithmetic::Bf16Pairs => self.pairs.get().add(start * self.padded / 2).cast(),
+                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+                    self.blocks.get().add(start * self.padded * self.math.pieces()).cast()
+                }
                 _ => self.values.get().add(start * self.padded),
             }
         }

@@ -58,10 +58,10 @@ fn int4_matrix(rows: usize, cols: usize, group: usize, zeros: bool, bf16_scales:
 fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: Arithmetic) -> Vec<Vec<f32>> {
     let mut activations = Activations::default();
     let packed = activations.shape(isa, math, tokens, matrix.cols).unwrap();
-    for tile in 0..packed.tiling.tiles {
-        let (start, _) = packed.tiling.tile(tile);
+    for unit in 0..packed.units() {
+        let (start, _) = packed.unit(unit);
         // SAFETY: one thread.
-        unsafe { packed.write_rows(tile, &x[start * matrix.cols..], matrix.cols) };
+        unsafe { packed.write_unit(unit, &x[start * matrix.cols..], matrix.cols) };
     }
     let mut integers = int16::Int16Activations::default();
     let mut rounded = Vec::new();
@@ -77,9 +77,8 @@ fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: Arithmeti
     for first in (0..matrix.panels()).step_by(together) {
         let panels = first..matrix.panels().min(first + together);
         for tile in 0..packed.tiling.tiles {
-            let mut out = [[0f32; PANEL]; MAX_TILE];
-            product.tile(panels.clone(), tile, &mut out);
-            for (index, out) in out.iter().enumerate().take(packed.results(&panels, tile)) {
+            let mut space = TileSpace::new();
+            for (index, out) in product.tile(panels.clone(), tile, &mut space).iter().enumerate() {
                 let (row, panel) = packed.place(&panels, tile, index);
                 for lane in 0..PANEL.min(matrix.rows - panel * PANEL) {
                     all[row][panel * PANEL + lane] = out[lane];
@@ -259,6 +258,159 @@ fn bf16_tiles_are_products_of_rounded_operands() {
                 assert_eq!(found[0], alone[0], "{isa:?} {math:?}: one token alone and among {tokens}");
             }
         }
+    }
+}
+
+/// The first `pieces` of a number's pieces of eight significant bits.
+fn pieces_of(mut value: f32, pieces: usize) -> Vec<f32> {
+    let mut all = Vec::new();
+    for _ in 0..pieces {
+        let piece = f32::from_bits(value.to_bits() & 0xffff_0000);
+        all.push(piece);
+        value -= piece;
+    }
+    all
+}
+
+/// sum + products of a block of columns as tiles add them up.
+fn add_block(sum: f32, w: &[f32], x: &[f32]) -> f32 {
+    let chain = |odd: usize| {
+        let columns = (odd..w.len()).step_by(2);
+        columns.fold(0f32, |sum, column| w[column].mul_add(x[column], sum))
+    };
+    sum + (chain(0) + chain(1))
+}
+
+#[test]
+fn products_of_tiles_add_up_blocks_of_columns_in_order() {
+    if !isa::tile_products().bf16 {
+        eprintln!("SKIPPED: products of tiles of bf16, which this CPU does not have");
+        return;
+    }
+    let isa = Isa::detect();
+    let kinds = [
+        (WeightFormat::F16, CpuMath::F32, Arithmetic::F32Tiles),
+        (WeightFormat::Bf16, CpuMath::F32, Arithmetic::F32Tiles),
+        (WeightFormat::F16, CpuMath::Bf16, Arithmetic::Bf16Tiles),
+    ];
+    for (format, cpu_math, math) in kinds {
+        for (rows, cols) in [(1, 1), (45, 7), (70, 50), (96, 129), (33, 320), (40, 300)] {
+            let (matrix, _) = dense_matrix(format, rows, cols, cpu_math);
+            assert_eq!(Arithmetic::of(cpu_math, isa, [&matrix]), math);
+            let x = noise(2, 260 * cols);
+            let mut weights = vec![0f32; cols];
+            let mut right = vec![vec![0f32; rows]; 260];
+            for row in 0..rows {
+                matrix.read_row(row, &mut weights);
+                let split: Vec<_> = weights.iter().map(|w| pieces_of(*w, 2)).collect();
+                let piece_of_w = |piece: usize| split.iter().map(|w| w[piece]).collect::<Vec<_>>();
+                let (h, l) = (piece_of_w(0), piece_of_w(1));
+                assert!(h.iter().zip(&l).zip(&weights).all(|((h, l), w)| h + l == *w));
+                for (t, right) in right.iter_mut().enumerate() {
+                    let x = &x[t * cols..][..cols];
+                    let pieces: Vec<_> = match math {
+                        Arithmetic::Bf16Tiles => {
+                            x.iter().map(|x| vec![bf16::from_f32(*x).to_f32()]).collect()
+                        }
+                        _ => x.iter().map(|x| pieces_of(*x, 3)).collect(),
+                    };
+                    let piece_of_x = |piece: usize| pieces.iter().map(|x| x[piece]).collect::<Vec<_>>();
+                    let mut sum = 0f32;
+                    for block in (0..cols).step_by(32) {
+                        let columns = block..cols.min(block + 32);
+                        let mut add = |w: &[f32], x: &[f32]| {
+                            sum = add_block(sum, &w[columns.clone()], &x[columns.clone()]);
+                        };
+                        if math == Arithmetic::F32Tiles {
+                            add(&h, &piece_of_x(2));
+                            add(&h, &piece_of_x(1));
+                        }
+                        add(&h, &piece_of_x(0));
+                        if format == WeightFormat::F16 && math == Arithmetic::F32Tiles {
+                            add(&l, &piece_of_x(0));
+                            add(&l, &piece_of_x(1));
+                        }
+                    }
+                    right[row] = sum;
+                }
+            }
+            for tokens in [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 100, 128, 129, 200, 257, 260] {
+                let found = multiply(isa, &matrix, &x, tokens, math);
+                for t in 0..tokens {
+                    for row in 0..rows {
+                        assert_eq!(
+                            found[t][row].to_bits(),
+                            right[t][row].to_bits(),
+                            "{format:?} {math:?} [{rows}, {cols}] {tokens}: {t} {row}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn split_products_err_no_more_than_multiply_adds() {
+    if !isa::tile_products().bf16 {
+        eprintln!("SKIPPED: products of tiles of bf16, which this CPU does not have");
+        return;
+    }
+    let (rows, cols, tokens) = (64, 2048, 20);
+    for format in [WeightFormat::F16, WeightFormat::Bf16] {
+        let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
+        let x = noise(2, tokens * cols);
+        let mut weights = vec![0f32; cols];
+        let errors = [Arithmetic::F32, Arithmetic::F32Tiles].map(|math| {
+            let found = multiply(Isa::detect(), &matrix, &x, tokens, math);
+            let mut squares = 0f64;
+            for row in 0..rows {
+                matrix.read_row(row, &mut weights);
+                for t in 0..tokens {
+                    let pairs = weights.iter().zip(&x[t * cols..]);
+                    let right: f64 = pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                    squares += (f64::from(found[t][row]) - right).powi(2);
+                }
+            }
+            squares
+        });
+        assert!(errors[1] <= errors[0], "{format:?}: squares of errors {errors:?}");
+    }
+}
+
+#[test]
+fn products_of_tiles_do_not_hide_what_is_not_finite() {
+    if !isa::tile_products().bf16 {
+        eprintln!("SKIPPED: products of tiles of bf16, which this CPU does not have");
+        return;
+    }
+    for math in [CpuMath::F32, CpuMath::Bf16] {
+        let (matrix, _) = dense_matrix(WeightFormat::F16, 40, 96, math);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = noise(5, 3 * 96);
+            x[96 + 40] = bad;
+            let arithmetic = Arithmetic::of(math, Isa::detect(), [&matrix]);
+            let found = multiply(Isa::detect(), &matrix, &x, 3, arithmetic);
+            assert!(found[0].iter().chain(&found[2]).all(|value| value.is_finite()));
+            assert!(found[1].iter().all(|value| !value.is_finite()), "{bad} was lost");
+        }
+    }
+}
+
+#[test]
+fn activations_in_blocks_are_read_back_exactly() {
+    let (rows, cols) = (150, 70);
+    let x = noise(2, rows * cols);
+    let mut activations = Activations::default();
+    for math in [Arithmetic::F32, Arithmetic::F32Tiles] {
+        let packed = activations.shape(Isa::detect(), math, rows, cols).unwrap();
+        for unit in 0..packed.units() {
+            // SAFETY: one thread.
+            unsafe { packed.write_unit(unit, &x[packed.unit(unit).0 * cols..], cols) };
+        }
+        let mut found = Vec::new();
+        (0..rows).for_each(|row| packed.read_row(row, &mut found));
+        assert_eq!(found, x, "{math:?}");
     }
 }
 
