@@ -126,7 +126,7 @@ pub struct Tile {
     /// T; functions that were chosen for a T do not look at it.
     pub tokens: usize,
     /// [cols][T] f32; for pairs of bf16 [cols/2][T] of them, for int16 [cols/2][T] pairs of integers, for products of tiles
-    /// [cols/32][pieces][T][32] bf16.
+    /// [cols/32][pieces][T][32] bf16, or f32 for a lone row.
     pub x: *const f32,
     /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
     pub x_scales: *const f32,
@@ -250,7 +250,10 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
 /// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them.
 fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
     match (isa, packing, math) {
-        (_, _, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => None,
+        #[cfg(target_arch = "x86_64")]
+        (_, _, Arithmetic::F32Tiles) => Some(tiles::f32_rows_of(packing)),
+        #[cfg(target_arch = "x86_64")]
+        (_, _, Arithmetic::Bf16Tiles) => Some(tiles::bf16_rows_of()),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
@@ -450,7 +453,6 @@ impl<'a> Product<'a> {
             }
             None if self.packed.tiling.rows == 1 => {
                 for (index, panel) in panels.enumerate() {
-                    // Products of tiles write 16 rows, of which the next panel overwrites what is not a result.
                     self.one_panel(panel, tile, out.wrapping_add(index));
                 }
             }

@@ -62,7 +62,7 @@ pub struct Packed {
     padded: usize,
     values: Shared<f32>,
     pairs: Shared<u32>,
-    /// bf16, a tile of T rows as [cols/32][pieces][T][32].
+    /// bf16, a tile of T rows as [cols/32][pieces][T][32]. (A lone row lies so in f32, in `values`.)
     blocks: Shared<u16>,
     math: Arithmetic,
 }
@@ -82,6 +82,7 @@ impl Packed {
         match self.math {
             Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 => 4,
             Arithmetic::Bf16Pairs => 2,
+            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows == 1 => 4 * self.math.pieces(),
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
         }
     }
@@ -93,6 +94,9 @@ impl Activations {
         let padded = cols.next_multiple_of(if math.is_tiles() { BLOCK } else { 2 });
         match math {
             Arithmetic::Bf16Pairs => self.pairs.reserve(rows * padded / 2)?,
+            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if rows == 1 => {
+                self.values.reserve(padded * math.pieces())?;
+            }
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
                 self.blocks.reserve(rows * padded * math.pieces() + BLOCK_SLACK)?;
             }
@@ -165,16 +169,25 @@ impl Packed {
             }
             let at = pieces * (start * self.padded + first * tokens) + t * BLOCK;
             for piece in 0..pieces {
-                // SAFETY: inside `rows * padded * pieces` values; disjointness is the caller's promise.
-                let out = unsafe { self.blocks.part(at + piece * tokens * BLOCK, BLOCK) };
-                for (value, out) in values.iter_mut().zip(out) {
+                let mut bits = [0u32; BLOCK];
+                for (value, bits) in values.iter_mut().zip(&mut bits) {
                     if pieces == 1 {
-                        *out = (round_to_bf16(*value) >> 16) as u16;
+                        *bits = round_to_bf16(*value) & 0xffff_0000;
                     } else {
                         // The upper eight significant bits, and the rest, exactly.
-                        let bits = value.to_bits();
-                        *out = (bits >> 16) as u16;
-                        *value -= f32::from_bits(bits & 0xffff_0000);
+                        *bits = value.to_bits() & 0xffff_0000;
+                        *value -= f32::from_bits(*bits);
+                    }
+                }
+                let at = at + piece * tokens * BLOCK;
+                // SAFETY: inside `rows * padded * pieces` values; disjointness is the caller's promise.
+                unsafe {
+                    if self.tiling.rows == 1 {
+                        let out = self.values.part(at, BLOCK);
+                        out.iter_mut().zip(bits).for_each(|(out, bits)| *out = f32::from_bits(bits));
+                    } else {
+                        let out = self.blocks.part(at, BLOCK);
+                        out.iter_mut().zip(bits).for_each(|(out, bits)| *out = (bits >> 16) as u16);
                     }
                 }
             }
@@ -303,9 +316,14 @@ impl Packed {
             for col in 0..self.cols {
                 let at = 3 * (start * self.padded + col / BLOCK * BLOCK * tokens) + t * BLOCK + col % BLOCK;
                 let piece = |piece: usize| {
+                    let at = at + piece * tokens * BLOCK;
                     // SAFETY: as below.
-                    let bits = unsafe { self.blocks.part(at + piece * tokens * BLOCK, 1)[0] };
-                    f32::from_bits(u32::from(bits) << 16)
+                    unsafe {
+                        match self.tiling.rows {
+                            1 => self.values.part(at, 1)[0],
+                            _ => f32::from_bits(u32::from(self.blocks.part(at, 1)[0]) << 16),
+                        }
+                    }
                 };
                 out.push(piece(0) + piece(1) + piece(2));
             }
@@ -328,7 +346,7 @@ impl Packed {
         unsafe {
             match self.math {
                 Arithmetic::Bf16Pairs => self.pairs.get().add(start * self.padded / 2).cast(),
-                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows > 1 => {
                     self.blocks.get().add(start * self.padded * self.math.pieces()).cast()
                 }
                 _ => self.values.get().add(start * self.padded),

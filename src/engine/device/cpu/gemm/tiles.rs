@@ -8,6 +8,9 @@
 //! which leaves out c l, at most 2^-24 of x w. Each of these adds up even and odd columns in order, then both, then the sum (see
 //! `amx.rs`): fewer roundings than a chain of multiply-adds has, so errors are those of f32 or less.
 //!
+//! A lone row is bound by memory, and products of tiles leave memory waiting. Multiply-adds of vectors make the same sums in the same
+//! order, so that it has the same bits ([`row`]; but for numbers below the normal range, which tiles take for zero).
+//!
 //! A row's sums are the same whatever other rows a tile holds, and blocks of columns are taken in ascending order at every
 //! number of tokens: the bits of a row do not depend on its company, one row alone included.
 //!
@@ -19,10 +22,10 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::amx::{TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_bf16, store, zero};
-use super::avx512::prefetch_pair;
-use super::{Tile, TileFn};
+use super::avx512::load_f16;
+use super::{PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 use crate::engine::device::cpu::matrix::Packing;
-use crate::engine::device::cpu::pool::prefetch_line_to_l2;
+use crate::engine::device::cpu::pool::{prefetch_line, prefetch_line_to_l2};
 
 /// Most tokens of a tile.
 pub const MAX_TOKENS: usize = 128;
@@ -36,8 +39,12 @@ const LINE: usize = 64;
 const TILE_BYTES: usize = TILE_ROWS * TILE_ROW_BYTES;
 /// Bytes from one token's sums to the next.
 const OUT_STRIDE: usize = 128;
-/// Blocks of a part of a panel: 16 KB, or 32 KB where weights are split.
-const PART_BLOCKS: usize = 8;
+/// Blocks of a part of a panel: they stay in the L1 while all tokens' activations pass by.
+const fn part_blocks(kind: u8) -> usize {
+    if kind == BF16 { 8 } else { 4 }
+}
+/// Bytes of a block whose weights are split: four tiles.
+const SPLIT_BYTES: usize = 4 * TILE_BYTES;
 /// Blocks that are split before they are used, and buffers for that and the one in use.
 const SPLIT_AHEAD: usize = 2;
 
@@ -63,6 +70,19 @@ pub fn bf16() -> TileFn {
 /// The function for a matrix in f32 arithmetic that [`products_in_f32`] knows.
 pub fn f32(packing: Packing) -> TileFn {
     if packing == Packing::F16 { tile::<F32_OF_F16> } else { tile::<F32_OF_BF16> }
+}
+
+/// The functions for a lone row and 1 to 3 panels, by multiply-adds of vectors with the sums of tiles.
+pub fn bf16_rows_of() -> [RowsFn; ROW_PANELS] {
+    [row::<BF16, 1>, row::<BF16, 2>, row::<BF16, 3>]
+}
+
+/// The same in f32 arithmetic.
+pub fn f32_rows_of(packing: Packing) -> [RowsFn; ROW_PANELS] {
+    match packing {
+        Packing::F16 => [row::<F32_OF_F16, 1>, row::<F32_OF_F16, 2>, row::<F32_OF_F16, 3>],
+        _ => [row::<F32_OF_BF16, 1>, row::<F32_OF_BF16, 2>, row::<F32_OF_BF16, 3>],
+    }
 }
 
 /// Pieces of an activation, which lie one after the other in a block of columns: [pieces][tokens][32].
@@ -92,6 +112,28 @@ struct Panel {
 }
 
 impl Panel {
+    /// `padded` is where the last block is filled up.
+    ///
+    /// # Safety
+    /// The panel at `start` has `cols` columns.
+    #[inline(always)]
+    unsafe fn new<const K: u8>(start: *const u8, cols: usize, padded: &mut Lines<BLOCK_BYTES>) -> Self {
+        let blocks = cols.div_ceil(BLOCK_COLUMNS);
+        let mut panel = Self { start, blocks, last: start.wrapping_add((blocks - 1) * BLOCK_BYTES) };
+        let left = cols % BLOCK_COLUMNS;
+        if left != 0 {
+            // Columns of f16, pairs of columns of bf16.
+            let bytes = if K == F32_OF_F16 { left * 64 } else { left.div_ceil(2) * 128 };
+            // SAFETY: so much of the last block is there; a whole one has room in `padded`.
+            unsafe {
+                std::ptr::copy_nonoverlapping(panel.last, padded.at(), bytes);
+                padded.at().add(bytes).write_bytes(0, BLOCK_BYTES - bytes);
+            }
+            panel.last = padded.at();
+        }
+        panel
+    }
+
     #[inline(always)]
     fn block(&self, block: usize) -> *const u8 {
         if block + 1 == self.blocks { self.last } else { self.start.wrapping_add(block * BLOCK_BYTES) }
@@ -114,16 +156,7 @@ unsafe fn tile<const K: u8>(tile: &Tile) {
     unsafe {
         configure();
         let mut padded = Lines::<BLOCK_BYTES>::new();
-        let blocks = tile.cols.div_ceil(BLOCK_COLUMNS);
-        let mut panel = Panel { start: tile.w0, blocks, last: tile.w0.add((blocks - 1) * BLOCK_BYTES) };
-        let left = tile.cols % BLOCK_COLUMNS;
-        if left != 0 {
-            // Columns of f16, pairs of columns of bf16.
-            let bytes = if K == F32_OF_F16 { left * 64 } else { left.div_ceil(2) * 128 };
-            std::ptr::copy_nonoverlapping(panel.last, padded.at(), bytes);
-            padded.at().add(bytes).write_bytes(0, BLOCK_BYTES - bytes);
-            panel.last = padded.at();
-        }
+        let panel = Panel::new::<K>(tile.w0, tile.cols, &mut padded);
         let x = Activations { start: tile.x.cast(), piece: tile.tokens * LINE };
         match (K, tile.tokens) {
             (F32_OF_F16, ..=16) => split_stream::<1>(tile, &panel, x),
@@ -240,6 +273,13 @@ unsafe fn add_split_block<const S: usize>(split: *const u8, x: *const u8, piece:
     }
 }
 
+/// Asks for line `line` after `ahead`, and into the L2 for the one `far` bytes on.
+#[inline(always)]
+fn prefetch_both(ahead: *const u8, far: usize, line: usize) {
+    prefetch_line(ahead.wrapping_add(LINE * line));
+    prefetch_line_to_l2(ahead.wrapping_add(far).wrapping_add(LINE * line));
+}
+
 /// A panel of bf16 and up to S times 16 tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
@@ -247,14 +287,15 @@ unsafe fn stream<const K: u8, const S: usize>(tile: &Tile, panel: &Panel, x: Act
     // SAFETY: as in `tile`.
     unsafe {
         zero_sums::<S>();
+        let mut at = x.start;
         let mut ahead = tile.ahead;
         for block in 0..panel.blocks {
-            for _ in 0..BLOCK_COLUMNS / 2 {
-                prefetch_pair(ahead, tile.far);
-                ahead = ahead.wrapping_add(tile.ahead_stride);
+            for line in 0..BLOCK_BYTES / LINE {
+                prefetch_both(ahead, tile.far, line);
             }
-            let at = x.start.add(block * pieces(K) * x.piece);
+            ahead = ahead.wrapping_add(BLOCK_BYTES);
             add_block::<K, S>(panel.block(block), at, x.piece);
+            at = at.wrapping_add(pieces(K) * x.piece);
         }
         store_sums::<S>(tile.out.cast());
     }
@@ -269,8 +310,7 @@ unsafe fn split_pair(w: *const u8, to: *mut u8, pair: usize) {
         // SAFETY: a pair of columns is 128 bytes, a tile 16 lines.
         unsafe {
             let at = w.add(128 * pair + 32 * half);
-            let even = _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()));
-            let odd = _mm512_cvtph_ps(_mm256_loadu_si256(at.add(64).cast()));
+            let (even, odd) = (load_f16(at), load_f16(at.add(64)));
             let (even_h, odd_h) = (
                 _mm512_and_si512(_mm512_castps_si512(even), upper),
                 _mm512_and_si512(_mm512_castps_si512(odd), upper),
@@ -291,72 +331,159 @@ unsafe fn split_pair(w: *const u8, to: *mut u8, pair: usize) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn split_stream<const S: usize>(tile: &Tile, panel: &Panel, x: Activations) {
-    const SPLIT_BYTES: usize = 4 * TILE_BYTES;
     let mut buffers = Lines::<{ (SPLIT_AHEAD + 1) * SPLIT_BYTES }>::new();
-    // SAFETY: as in `tile`; a block is read at the earliest two blocks after it was split, when its lines have left the store buffer.
+    let first = buffers.at();
+    // The block in use, the next, and the one that is being split. It is used two blocks later: a load of a tile waits for
+    // lines that are still in the store buffer.
+    let (mut now, mut next, mut to) =
+        (first, first.wrapping_add(SPLIT_BYTES), first.wrapping_add(2 * SPLIT_BYTES));
+    let (mut ahead, far) = (tile.ahead, tile.far);
+    // SAFETY: as in `tile`.
     unsafe {
         zero_sums::<S>();
-        let mut ahead = tile.ahead;
-        let buffer = |block: usize| buffers.at().wrapping_add(block % (SPLIT_AHEAD + 1) * SPLIT_BYTES);
-        let mut buffer = buffer;
-        for block in 0..SPLIT_AHEAD.min(panel.blocks) {
-            for pair in 0..BLOCK_COLUMNS / 2 {
-                prefetch_pair(ahead, tile.far);
-                ahead = ahead.wrapping_add(2 * tile.ahead_stride);
-                split_pair(panel.block(block), buffer(block), pair);
-            }
+        for (block, to) in [now, next].into_iter().enumerate().take(panel.blocks) {
+            split_pairs::<0, 16>(panel.block(block), to, ahead, far);
+            ahead = ahead.wrapping_add(BLOCK_BYTES);
         }
-        for block in 0..panel.blocks {
-            let split = buffer(block).cast_const();
-            let at = x.start.add(block * pieces(F32_OF_F16) * x.piece);
-            if block + SPLIT_AHEAD >= panel.blocks {
-                add_split_block::<S>(split, at, x.piece);
-                continue;
-            }
-            let (w, to) = (panel.block(block + SPLIT_AHEAD), buffer(block + SPLIT_AHEAD));
-            let mut split_pairs = |pairs: std::ops::Range<usize>| {
-                for pair in pairs {
-                    prefetch_pair(ahead, tile.far);
-                    ahead = ahead.wrapping_add(2 * tile.ahead_stride);
-                    split_pair(w, to, pair);
-                }
-            };
+        let mut at = x.start;
+        for block in SPLIT_AHEAD..panel.blocks {
+            let w = panel.block(block);
+            let split = now.cast_const();
             // As `add_split_block`, with the other block in between.
             load::<4>(split, LINE);
             load::<5>(split.add(TILE_BYTES), LINE);
             load_tokens::<S>(at.add(2 * x.piece));
             multiply::<S>();
-            split_pairs(0..4);
+            split_pairs::<0, 4>(w, to, ahead, far);
             load_tokens::<S>(at.add(x.piece));
             multiply::<S>();
-            split_pairs(4..7);
+            split_pairs::<4, 7>(w, to, ahead, far);
             load_tokens::<S>(at);
             multiply::<S>();
-            split_pairs(7..10);
+            split_pairs::<7, 10>(w, to, ahead, far);
             load::<4>(split.add(2 * TILE_BYTES), LINE);
             load::<5>(split.add(3 * TILE_BYTES), LINE);
             multiply::<S>();
-            split_pairs(10..13);
+            split_pairs::<10, 13>(w, to, ahead, far);
             load_tokens::<S>(at.add(x.piece));
             multiply::<S>();
-            split_pairs(13..16);
+            split_pairs::<13, 16>(w, to, ahead, far);
+            ahead = ahead.wrapping_add(BLOCK_BYTES);
+            at = at.wrapping_add(3 * x.piece);
+            (now, next, to) = (next, to, now);
+        }
+        for split in [now, next].into_iter().take(panel.blocks) {
+            add_split_block::<S>(split, at, x.piece);
+            at = at.wrapping_add(3 * x.piece);
         }
         store_sums::<S>(tile.out.cast());
     }
+}
+
+/// Splits pairs FROM to END of a block and prefetches as many of the lines that follow `ahead`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn split_pairs<const FROM: usize, const END: usize>(
+    w: *const u8,
+    to: *mut u8,
+    ahead: *const u8,
+    far: usize,
+) {
+    for pair in FROM..END {
+        prefetch_both(ahead, far, 2 * pair);
+        prefetch_both(ahead, far, 2 * pair + 1);
+        // SAFETY: as in `tile`.
+        unsafe { split_pair(w, to, pair) };
+    }
+}
+
+/// One token times N panels one after the other: what products of tiles give, by multiply-adds.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn row<const K: u8, const N: usize>(rows: &Rows) {
+    let mut padded = Lines::<BLOCK_BYTES>::new();
+    // SAFETY: the contract of `RowsFn` covers every access; prefetches never fault.
+    unsafe {
+        for (n, start) in rows.panels.iter().enumerate().take(N) {
+            let panel = Panel::new::<K>(*start, rows.cols, &mut padded);
+            let mut sums = [_mm512_setzero_ps(); 2];
+            for block in 0..panel.blocks {
+                let x = rows.x.add(block * pieces(K) * BLOCK_COLUMNS);
+                let ahead = start.wrapping_add(block * BLOCK_BYTES + PREFETCH_BYTES);
+                for line in 0..BLOCK_BYTES / LINE {
+                    prefetch_both(ahead, rows.far, line);
+                }
+                for (half, sum) in sums.iter_mut().enumerate() {
+                    *sum = row_block::<K>(panel.block(block), half, x, *sum);
+                }
+            }
+            _mm512_storeu_ps(rows.out.add(32 * n), sums[0]);
+            _mm512_storeu_ps(rows.out.add(32 * n + 16), sums[1]);
+        }
+    }
+}
+
+/// `sum` and the products of one block of 16 rows with one token's pieces, [pieces][32] at `x`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn row_block<const K: u8>(w: *const u8, half: usize, x: *const f32, mut sum: __m512) -> __m512 {
+    let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    let (and, sub) = (_mm512_and_si512, _mm512_sub_ps);
+    // Chains of even and odd columns, of c h, b h, a h, a l and b l.
+    let mut chains = [[_mm512_setzero_ps(); 2]; 5];
+    for pair in 0..BLOCK_COLUMNS / 2 {
+        // SAFETY: a pair of columns is 128 bytes, a token's piece of a block 32 numbers.
+        unsafe {
+            let (h, l) = if K == F32_OF_F16 {
+                let at = w.add(128 * pair + 32 * half);
+                let w = [load_f16(at), load_f16(at.add(64))];
+                let h = w.map(|w| _mm512_castsi512_ps(and(_mm512_castps_si512(w), upper)));
+                (h, [sub(w[0], h[0]), sub(w[1], h[1])])
+            } else {
+                let words = _mm512_loadu_si512(w.add(128 * pair + 64 * half).cast());
+                let h = [_mm512_slli_epi32::<16>(words), and(words, upper)].map(|w| _mm512_castsi512_ps(w));
+                (h, h)
+            };
+            for odd in 0..2 {
+                let piece = |piece: usize| _mm512_set1_ps(*x.add(piece * BLOCK_COLUMNS + 2 * pair + odd));
+                let mut add = |chain: usize, w: __m512, x: __m512| {
+                    chains[chain][odd] = _mm512_fmadd_ps(w, x, chains[chain][odd]);
+                };
+                let a = piece(0);
+                add(2, h[odd], a);
+                if K != BF16 {
+                    let b = piece(1);
+                    add(0, h[odd], piece(2));
+                    add(1, h[odd], b);
+                    if K == F32_OF_F16 {
+                        add(3, l[odd], a);
+                        add(4, l[odd], b);
+                    }
+                }
+            }
+        }
+    }
+    let used = match K {
+        BF16 => 2..3,
+        F32_OF_BF16 => 0..3,
+        _ => 0..5,
+    };
+    for chain in used {
+        sum = _mm512_add_ps(sum, _mm512_add_ps(chains[chain][0], chains[chain][1]));
+    }
+    sum
 }
 
 /// More than 32 tokens: the panel in parts, each for all tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn parts<const K: u8>(tile: &Tile, panel: &Panel, x: Activations) {
-    const SPLIT_BYTES: usize = 4 * TILE_BYTES;
-    let mut split = Lines::<{ PART_BLOCKS * SPLIT_BYTES }>::new();
+    let mut split = Lines::<{ part_blocks(F32_OF_F16) * SPLIT_BYTES }>::new();
     // The panel that follows is asked for at an even pace.
     let pairs = tile.tokens.div_ceil(2 * TILE_ROWS);
     let lines = tile.next.1.div_ceil(LINE).div_ceil(panel.blocks * pairs);
     let mut ahead = tile.next.0;
-    for first in (0..panel.blocks).step_by(PART_BLOCKS) {
-        let end = panel.blocks.min(first + PART_BLOCKS);
+    for first in (0..panel.blocks).step_by(part_blocks(K)) {
+        let end = panel.blocks.min(first + part_blocks(K));
         if K == F32_OF_F16 {
             for block in first..end {
                 for pair in 0..BLOCK_COLUMNS / 2 {
@@ -415,7 +542,7 @@ impl PartOf<'_> {
                 }
                 let at = self.x.start.add(block * pieces(K) * self.x.piece + 2 * pair * TILE_BYTES);
                 if K == F32_OF_F16 {
-                    let split = self.split.add((block - first) * 4 * TILE_BYTES);
+                    let split = self.split.add((block - first) * SPLIT_BYTES);
                     add_split_block::<S>(split, at, self.x.piece);
                 } else {
                     add_block::<K, S>(self.panel.block(block), at, self.x.piece);
