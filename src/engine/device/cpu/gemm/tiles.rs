@@ -290,11 +290,26 @@ unsafe fn stream<const K: u8, const S: usize>(tile: &Tile, panel: &Panel, x: Act
         let mut at = x.start;
         let mut ahead = tile.ahead;
         for block in 0..panel.blocks {
-            for line in 0..BLOCK_BYTES / LINE {
-                prefetch_both(ahead, tile.far, line);
+            let w = panel.block(block);
+            let prefetch = |lines: std::ops::Range<usize>| {
+                lines.for_each(|line| prefetch_both(ahead, tile.far, line));
+            };
+            // As `add_block`, with prefetches in between.
+            load::<4>(w, 128);
+            prefetch(0..8);
+            load::<5>(w.add(64), 128);
+            prefetch(8..16);
+            if K != BF16 {
+                load_tokens::<S>(at.add(2 * x.piece));
+                multiply::<S>();
+                load_tokens::<S>(at.add(x.piece));
+                multiply::<S>();
             }
+            prefetch(16..24);
+            load_tokens::<S>(at);
+            prefetch(24..32);
+            multiply::<S>();
             ahead = ahead.wrapping_add(BLOCK_BYTES);
-            add_block::<K, S>(panel.block(block), at, x.piece);
             at = at.wrapping_add(pieces(K) * x.piece);
         }
         store_sums::<S>(tile.out.cast());
@@ -409,11 +424,8 @@ unsafe fn row<const K: u8, const N: usize>(rows: &Rows) {
             for block in 0..panel.blocks {
                 let x = rows.x.add(block * pieces(K) * BLOCK_COLUMNS);
                 let ahead = start.wrapping_add(block * BLOCK_BYTES + PREFETCH_BYTES);
-                for line in 0..BLOCK_BYTES / LINE {
-                    prefetch_both(ahead, rows.far, line);
-                }
                 for (half, sum) in sums.iter_mut().enumerate() {
-                    *sum = row_block::<K>(panel.block(block), half, x, *sum);
+                    *sum = row_block::<K>(panel.block(block), half, x, *sum, ahead, rows.far);
                 }
             }
             _mm512_storeu_ps(rows.out.add(32 * n), sums[0]);
@@ -422,15 +434,24 @@ unsafe fn row<const K: u8, const N: usize>(rows: &Rows) {
     }
 }
 
-/// `sum` and the products of one block of 16 rows with one token's pieces, [pieces][32] at `x`.
+/// `sum` and the products of one block of 16 rows with one token's pieces, [pieces][32] at `x`. Each half prefetches half of the
+/// lines after `ahead`, one at a time: many at once keep loads waiting.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn row_block<const K: u8>(w: *const u8, half: usize, x: *const f32, mut sum: __m512) -> __m512 {
+unsafe fn row_block<const K: u8>(
+    w: *const u8,
+    half: usize,
+    x: *const f32,
+    mut sum: __m512,
+    ahead: *const u8,
+    far: usize,
+) -> __m512 {
     let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
     let (and, sub) = (_mm512_and_si512, _mm512_sub_ps);
     // Chains of even and odd columns, of c h, b h, a h, a l and b l.
     let mut chains = [[_mm512_setzero_ps(); 2]; 5];
     for pair in 0..BLOCK_COLUMNS / 2 {
+        prefetch_both(ahead, far, half * BLOCK_COLUMNS / 2 + pair);
         // SAFETY: a pair of columns is 128 bytes, a token's piece of a block 32 numbers.
         unsafe {
             let (h, l) = if K == F32_OF_F16 {
