@@ -99,6 +99,9 @@ pub fn has_fast_bf16() -> bool {
 pub fn bf16_products() -> &'static str {
     match (has_bf16(), has_fast_bf16()) {
         (false, _) => "no",
+        (true, false) if tile_products().bf16 => {
+            "yes, but slower than f32 multiply-adds, with which cpu_math=bf16 multiplies 4-bit weights; 16-bit ones by tiles"
+        }
         (true, false) => {
             "yes, but slower than f32 multiply-adds, which cpu_math=bf16 uses on rounded operands"
         }

@@ -5,7 +5,10 @@
 //! of memory; with twelve, 24 multiply-adds for 14 loads, which is bound by the multipliers. Every tile size adds in the
 //! same order (see `matrix.rs`), so how tokens are grouped into tiles never shows in a result.
 //!
-//! The same tiles serve attention: 16 keys of a cache tile are half a panel with head_dim columns, and the values of a
+//! Where the CPU has AMX, matrices of f16 and bf16 are multiplied by its tiles instead, in both arithmetics (`tiles.rs`): other
+//! bits than a chain's, but again the same for every number of tokens.
+//!
+//! The tiles of this file serve attention too: 16 keys of a cache tile are half a panel with head_dim columns, and the values of a
 //! block are a panel whose columns are tokens.
 
 #[cfg(target_arch = "x86_64")]
@@ -24,6 +27,8 @@ mod peak;
 mod portable;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tile_rows;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
@@ -251,9 +256,9 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
 fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
     match (isa, packing, math) {
         #[cfg(target_arch = "x86_64")]
-        (_, _, Arithmetic::F32Tiles) => Some(tiles::f32_rows_of(packing)),
+        (_, _, Arithmetic::F32Tiles) => Some(tile_rows::f32_of(packing)),
         #[cfg(target_arch = "x86_64")]
-        (_, _, Arithmetic::Bf16Tiles) => Some(tiles::bf16_rows_of()),
+        (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::bf16_of()),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]

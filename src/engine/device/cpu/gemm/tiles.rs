@@ -9,7 +9,7 @@
 //! `amx.rs`): fewer roundings than a chain of multiply-adds has, so errors are those of f32 or less.
 //!
 //! A lone row is bound by memory, and products of tiles leave memory waiting. Multiply-adds of vectors make the same sums in the same
-//! order, so that it has the same bits ([`row`]; but for numbers below the normal range, which tiles take for zero).
+//! order, so that it has the same bits (`tile_rows.rs`; but for numbers below the normal range, which tiles take for zero).
 //!
 //! A row's sums are the same whatever other rows a tile holds, and blocks of columns are taken in ascending order at every
 //! number of tokens: the bits of a row do not depend on its company, one row alone included.
@@ -23,18 +23,18 @@ use std::mem::MaybeUninit;
 
 use super::amx::{TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_bf16, store, zero};
 use super::avx512::load_f16;
-use super::{PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use super::{Tile, TileFn};
 use crate::engine::device::cpu::matrix::Packing;
 use crate::engine::device::cpu::pool::{prefetch_line, prefetch_line_to_l2};
 
 /// Most tokens of a tile.
 pub const MAX_TOKENS: usize = 128;
 /// Columns of one product of tiles.
-pub const BLOCK_COLUMNS: usize = 32;
+pub(super) const BLOCK_COLUMNS: usize = 32;
 /// Bytes of a panel's block of columns, in 16 bits: 32 rows of 32.
-const BLOCK_BYTES: usize = 2048;
+pub(super) const BLOCK_BYTES: usize = 2048;
 /// Bytes of one token's (or row's) part of a block.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 /// Bytes of a tile.
 const TILE_BYTES: usize = TILE_ROWS * TILE_ROW_BYTES;
 /// Bytes from one token's sums to the next.
@@ -49,9 +49,9 @@ const SPLIT_BYTES: usize = 4 * TILE_BYTES;
 const SPLIT_AHEAD: usize = 2;
 
 /// The kind of product.
-const BF16: u8 = 0;
-const F32_OF_BF16: u8 = 1;
-const F32_OF_F16: u8 = 2;
+pub(super) const BF16: u8 = 0;
+pub(super) const F32_OF_BF16: u8 = 1;
+pub(super) const F32_OF_F16: u8 = 2;
 
 /// Products of tiles for one multiplication of f32 arithmetic, by what the weights are; `None`: not multiplied so.
 pub fn products_in_f32(packing: Packing) -> Option<usize> {
@@ -72,29 +72,16 @@ pub fn f32(packing: Packing) -> TileFn {
     if packing == Packing::F16 { tile::<F32_OF_F16> } else { tile::<F32_OF_BF16> }
 }
 
-/// The functions for a lone row and 1 to 3 panels, by multiply-adds of vectors with the sums of tiles.
-pub fn bf16_rows_of() -> [RowsFn; ROW_PANELS] {
-    [row::<BF16, 1>, row::<BF16, 2>, row::<BF16, 3>]
-}
-
-/// The same in f32 arithmetic.
-pub fn f32_rows_of(packing: Packing) -> [RowsFn; ROW_PANELS] {
-    match packing {
-        Packing::F16 => [row::<F32_OF_F16, 1>, row::<F32_OF_F16, 2>, row::<F32_OF_F16, 3>],
-        _ => [row::<F32_OF_BF16, 1>, row::<F32_OF_BF16, 2>, row::<F32_OF_BF16, 3>],
-    }
-}
-
 /// Pieces of an activation, which lie one after the other in a block of columns: [pieces][tokens][32].
-const fn pieces(kind: u8) -> usize {
+pub(super) const fn pieces(kind: u8) -> usize {
     if kind == BF16 { 1 } else { 3 }
 }
 
 #[repr(C, align(64))]
-struct Lines<const BYTES: usize>(MaybeUninit<[u8; BYTES]>);
+pub(super) struct Lines<const BYTES: usize>(MaybeUninit<[u8; BYTES]>);
 
 impl<const BYTES: usize> Lines<BYTES> {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self(MaybeUninit::uninit())
     }
 
@@ -104,9 +91,9 @@ impl<const BYTES: usize> Lines<BYTES> {
 }
 
 /// A panel's blocks of columns.
-struct Panel {
+pub(super) struct Panel {
     start: *const u8,
-    blocks: usize,
+    pub(super) blocks: usize,
     /// The last block, filled up with zeros, where the columns do not end with it.
     last: *const u8,
 }
@@ -117,7 +104,11 @@ impl Panel {
     /// # Safety
     /// The panel at `start` has `cols` columns.
     #[inline(always)]
-    unsafe fn new<const K: u8>(start: *const u8, cols: usize, padded: &mut Lines<BLOCK_BYTES>) -> Self {
+    pub(super) unsafe fn new<const K: u8>(
+        start: *const u8,
+        cols: usize,
+        padded: &mut Lines<BLOCK_BYTES>,
+    ) -> Self {
         let blocks = cols.div_ceil(BLOCK_COLUMNS);
         let mut panel = Self { start, blocks, last: start.wrapping_add((blocks - 1) * BLOCK_BYTES) };
         let left = cols % BLOCK_COLUMNS;
@@ -135,7 +126,7 @@ impl Panel {
     }
 
     #[inline(always)]
-    fn block(&self, block: usize) -> *const u8 {
+    pub(super) fn block(&self, block: usize) -> *const u8 {
         if block + 1 == self.blocks { self.last } else { self.start.wrapping_add(block * BLOCK_BYTES) }
     }
 }
@@ -275,7 +266,7 @@ unsafe fn add_split_block<const S: usize>(split: *const u8, x: *const u8, piece:
 
 /// Asks for line `line` after `ahead`, and into the L2 for the one `far` bytes on.
 #[inline(always)]
-fn prefetch_both(ahead: *const u8, far: usize, line: usize) {
+pub(super) fn prefetch_both(ahead: *const u8, far: usize, line: usize) {
     prefetch_line(ahead.wrapping_add(LINE * line));
     prefetch_line_to_l2(ahead.wrapping_add(far).wrapping_add(LINE * line));
 }
@@ -410,88 +401,6 @@ unsafe fn split_pairs<const FROM: usize, const END: usize>(
         // SAFETY: as in `tile`.
         unsafe { split_pair(w, to, pair) };
     }
-}
-
-/// One token times N panels one after the other: what products of tiles give, by multiply-adds.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn row<const K: u8, const N: usize>(rows: &Rows) {
-    let mut padded = Lines::<BLOCK_BYTES>::new();
-    // SAFETY: the contract of `RowsFn` covers every access; prefetches never fault.
-    unsafe {
-        for (n, start) in rows.panels.iter().enumerate().take(N) {
-            let panel = Panel::new::<K>(*start, rows.cols, &mut padded);
-            let mut sums = [_mm512_setzero_ps(); 2];
-            for block in 0..panel.blocks {
-                let x = rows.x.add(block * pieces(K) * BLOCK_COLUMNS);
-                let ahead = start.wrapping_add(block * BLOCK_BYTES + PREFETCH_BYTES);
-                for (half, sum) in sums.iter_mut().enumerate() {
-                    *sum = row_block::<K>(panel.block(block), half, x, *sum, ahead, rows.far);
-                }
-            }
-            _mm512_storeu_ps(rows.out.add(32 * n), sums[0]);
-            _mm512_storeu_ps(rows.out.add(32 * n + 16), sums[1]);
-        }
-    }
-}
-
-/// `sum` and the products of one block of 16 rows with one token's pieces, [pieces][32] at `x`. Each half prefetches half of the
-/// lines after `ahead`, one at a time: many at once keep loads waiting.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn row_block<const K: u8>(
-    w: *const u8,
-    half: usize,
-    x: *const f32,
-    mut sum: __m512,
-    ahead: *const u8,
-    far: usize,
-) -> __m512 {
-    let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-    let (and, sub) = (_mm512_and_si512, _mm512_sub_ps);
-    // Chains of even and odd columns, of c h, b h, a h, a l and b l.
-    let mut chains = [[_mm512_setzero_ps(); 2]; 5];
-    for pair in 0..BLOCK_COLUMNS / 2 {
-        prefetch_both(ahead, far, half * BLOCK_COLUMNS / 2 + pair);
-        // SAFETY: a pair of columns is 128 bytes, a token's piece of a block 32 numbers.
-        unsafe {
-            let (h, l) = if K == F32_OF_F16 {
-                let at = w.add(128 * pair + 32 * half);
-                let w = [load_f16(at), load_f16(at.add(64))];
-                let h = w.map(|w| _mm512_castsi512_ps(and(_mm512_castps_si512(w), upper)));
-                (h, [sub(w[0], h[0]), sub(w[1], h[1])])
-            } else {
-                let words = _mm512_loadu_si512(w.add(128 * pair + 64 * half).cast());
-                let h = [_mm512_slli_epi32::<16>(words), and(words, upper)].map(|w| _mm512_castsi512_ps(w));
-                (h, h)
-            };
-            for odd in 0..2 {
-                let piece = |piece: usize| _mm512_set1_ps(*x.add(piece * BLOCK_COLUMNS + 2 * pair + odd));
-                let mut add = |chain: usize, w: __m512, x: __m512| {
-                    chains[chain][odd] = _mm512_fmadd_ps(w, x, chains[chain][odd]);
-                };
-                let a = piece(0);
-                add(2, h[odd], a);
-                if K != BF16 {
-                    let b = piece(1);
-                    add(0, h[odd], piece(2));
-                    add(1, h[odd], b);
-                    if K == F32_OF_F16 {
-                        add(3, l[odd], a);
-                        add(4, l[odd], b);
-                    }
-                }
-            }
-        }
-    }
-    let used = match K {
-        BF16 => 2..3,
-        F32_OF_BF16 => 0..3,
-        _ => 0..5,
-    };
-    for chain in used {
-        sum = _mm512_add_ps(sum, _mm512_add_ps(chains[chain][0], chains[chain][1]));
-    }
-    sum
 }
 
 /// More than 32 tokens: the panel in parts, each for all tokens.
