@@ -12,7 +12,7 @@ use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
 use super::capture::Capture;
 use super::delta::{self, Mix};
-use super::gemm::int16::{Int16Activations, RoundTile, Rounded, group_of};
+use super::gemm::grouped::{GroupTile, Grouped, GroupedActivations, group_of};
 use super::gemm::{
     Activations, Arithmetic, MAX_TILE, Packed, Product, TileSpace, first_read, first_read_of_pair,
     for_each_tile, max_tile, prefetches_ahead,
@@ -39,8 +39,8 @@ pub struct Buffers {
     mixer_rows: Scratch<f32>,
     mixer_out: Activations,
     mlp: Activations,
-    /// The input of the product at hand in 16 bits, once for each size of group.
-    rounded: Vec<Int16Activations>,
+    /// The input of the product at hand by groups, once for each size of them.
+    grouped: Vec<GroupedActivations>,
     threads: Vec<ThreadSpace>,
 }
 
@@ -185,31 +185,28 @@ impl Forward<'_> {
         Ok(packed)
     }
 
-    /// In int16 arithmetic the input of products with 4-bit matrices, for each size of group that is among them.
-    pub fn rounded<'m>(
+    /// The input of products with 4-bit matrices by groups, for each size of group that is among them.
+    pub fn grouped<'m>(
         &mut self,
         packed: &Packed,
         matrices: impl Iterator<Item = &'m Matrix>,
-    ) -> Result<Vec<Rounded>> {
-        let mut all: Vec<Rounded> = Vec::new();
-        if packed.math() != Arithmetic::Int16 {
-            return Ok(all);
-        }
+    ) -> Result<Vec<Grouped>> {
         let isa = self.isa();
-        for group in matrices.filter_map(|matrix| group_of(matrix.packing)) {
-            if all.iter().any(|rounded| rounded.group == group) {
+        let mut all: Vec<Grouped> = Vec::new();
+        for group in matrices.filter_map(|matrix| group_of(matrix.packing, packed.math())) {
+            if all.iter().any(|grouped| grouped.group == group) {
                 continue;
             }
-            if self.buffers.rounded.len() == all.len() {
-                self.buffers.rounded.push(Int16Activations::default());
+            if self.buffers.grouped.len() == all.len() {
+                self.buffers.grouped.push(GroupedActivations::default());
             }
-            let rounded = self.buffers.rounded[all.len()].shape(packed, group)?;
+            let grouped = self.buffers.grouped[all.len()].shape(packed, group)?;
             self.pool.split(packed.tiling.tiles, grain_of(packed), &|tiles, _| {
                 for tile in tiles {
-                    isa.run(RoundTile { packed, rounded: &rounded, tile });
+                    isa.run(GroupTile { packed, grouped: &grouped, tile });
                 }
             });
-            all.push(rounded);
+            all.push(grouped);
         }
         Ok(all)
     }
@@ -226,11 +223,11 @@ impl Forward<'_> {
         self.buffers.mixed.reserve(packed.tiling.rows * width)?;
         let out = self.buffers.mixed.ptr();
         let started = self.trace.start();
-        let rounded = self.rounded(packed, matrices.iter())?;
+        let grouped = self.grouped(packed, matrices.iter())?;
         let mut parts = Vec::with_capacity(matrices.len());
         let (mut panels, mut column) = (0, 0);
         for matrix in matrices {
-            parts.push((panels, column, Product::new(self.isa(), matrix, *packed, &rounded)));
+            parts.push((panels, column, Product::new(self.isa(), matrix, *packed, &grouped)));
             panels += matrix.panels();
             column += matrix.rows;
         }
@@ -258,8 +255,8 @@ impl Forward<'_> {
         next: Upcoming<'_>,
     ) -> Result<()> {
         let started = self.trace.start();
-        let rounded = self.rounded(packed, std::iter::once(matrix))?;
-        let product = Product::new(self.isa(), matrix, *packed, &rounded);
+        let grouped = self.grouped(packed, std::iter::once(matrix))?;
+        let product = Product::new(self.isa(), matrix, *packed, &grouped);
         let x = self.buffers.x.ptr();
         let threads = self.pool.threads();
         let ahead = |thread: usize| next.of(threads, thread);
@@ -435,9 +432,9 @@ impl Forward<'_> {
         let math = self.weights.arithmetic([&layer.down]);
         let joined = self.buffers.mlp.shape(isa, math, self.batch.rows, size)?;
         let started = self.trace.start();
-        let rounded = self.rounded(&packed, [&layer.gate, &layer.up].into_iter())?;
-        let gate = Product::new(isa, &layer.gate, packed, &rounded);
-        let up = Product::new(isa, &layer.up, packed, &rounded);
+        let grouped = self.grouped(&packed, [&layer.gate, &layer.up].into_iter())?;
+        let gate = Product::new(isa, &layer.gate, packed, &grouped);
+        let up = Product::new(isa, &layer.up, packed, &grouped);
         let threads = self.pool.threads();
         let next = Upcoming::Matrices(std::slice::from_ref(&layer.down));
         let ahead = |thread: usize| next.of(threads, thread);

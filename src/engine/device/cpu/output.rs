@@ -104,7 +104,7 @@ impl<'a, 'b> Head<'a, 'b> {
         self.buffers.panels.reserve(rows.len() * panels)?;
         let (logits, largest) = (self.buffers.logits.ptr(), self.buffers.panels.ptr());
         let product =
-            Product::new(weights.isa, head, packed, &forward.rounded(&packed, std::iter::once(head))?);
+            Product::new(weights.isa, head, packed, &forward.grouped(&packed, std::iter::once(head))?);
         let threads = forward.pool.threads();
         // The next step starts with the first layer.
         let ahead = |thread: usize| {

@@ -209,12 +209,19 @@ pub unsafe fn group_ends<const Z: bool, const B: bool>(
     }
 }
 
-/// The column whose nibbles lie at bit `SHIFT` of each word, less the zero points.
+/// 8 - zero
 #[inline]
 #[target_feature(enable = "avx2")]
-fn column<const SHIFT: i32>(words: __m256i, zeros: __m256) -> __m256 {
+fn offset(zero: __m256i) -> __m256 {
+    _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_set1_epi32(8), zero))
+}
+
+/// The column whose nibbles lie at bit `SHIFT` of each word, less 8.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn column<const SHIFT: i32>(words: __m256i) -> __m256 {
     let nibbles = _mm256_and_si256(_mm256_srli_epi32::<SHIFT>(words), _mm256_set1_epi32(15));
-    _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), zeros)
+    _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), _mm256_set1_ps(8.0))
 }
 
 #[inline]
@@ -222,15 +229,15 @@ fn column<const SHIFT: i32>(words: __m256i, zeros: __m256) -> __m256 {
 unsafe fn add_int4_column<const T: usize, const SHIFT: i32>(
     parts: &mut [[__m256; 2]; T],
     words: &[__m256i; 2],
-    zeros: &[__m256; 2],
     x: *const f32,
 ) {
-    let weights = [column::<SHIFT>(words[0], zeros[0]), column::<SHIFT>(words[1], zeros[1])];
+    let weights = [column::<SHIFT>(words[0]), column::<SHIFT>(words[1])];
     // SAFETY: T activations are readable at `x`, by the contract of `TileFn`.
     unsafe { add_column(parts, &weights, x) };
 }
 
-/// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total; 16 rows at a time.
+/// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total;
+/// 16 rows at a time.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
     // As in `dense_tile`: the next panel comes in meanwhile, at an even pace.
@@ -242,30 +249,31 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         unsafe {
             let mut totals = [[_mm256_setzero_ps(); 2]; T];
             for g in 0..tile.cols / tile.group {
-                let (mut zeros, mut scales) = ([_mm256_setzero_ps(); 2], [_mm256_setzero_ps(); 2]);
-                for v in 0..2 {
-                    let at = (tile.zeros.wrapping_add(16 * g), tile.scales.add(64 * g));
-                    let (zero, scale) = group_ends::<Z, B>(at.0, at.1, 2 * half + v);
-                    (zeros[v], scales[v]) = (_mm256_cvtepi32_ps(zero), scale);
-                }
                 let mut parts = [[_mm256_setzero_ps(); 2]; T];
                 for block in g * tile.group / 8..(g + 1) * tile.group / 8 {
                     _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(block * pace).cast());
                     let at = base.add(block * tile.stride);
                     let words = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())];
                     let x = tile.x.add(8 * block * T);
-                    add_int4_column::<T, 0>(&mut parts, &words, &zeros, x);
-                    add_int4_column::<T, 16>(&mut parts, &words, &zeros, x.add(T));
-                    add_int4_column::<T, 4>(&mut parts, &words, &zeros, x.add(2 * T));
-                    add_int4_column::<T, 20>(&mut parts, &words, &zeros, x.add(3 * T));
-                    add_int4_column::<T, 8>(&mut parts, &words, &zeros, x.add(4 * T));
-                    add_int4_column::<T, 24>(&mut parts, &words, &zeros, x.add(5 * T));
-                    add_int4_column::<T, 12>(&mut parts, &words, &zeros, x.add(6 * T));
-                    add_int4_column::<T, 28>(&mut parts, &words, &zeros, x.add(7 * T));
+                    add_int4_column::<T, 0>(&mut parts, &words, x);
+                    add_int4_column::<T, 16>(&mut parts, &words, x.add(T));
+                    add_int4_column::<T, 4>(&mut parts, &words, x.add(2 * T));
+                    add_int4_column::<T, 20>(&mut parts, &words, x.add(3 * T));
+                    add_int4_column::<T, 8>(&mut parts, &words, x.add(4 * T));
+                    add_int4_column::<T, 24>(&mut parts, &words, x.add(5 * T));
+                    add_int4_column::<T, 12>(&mut parts, &words, x.add(6 * T));
+                    add_int4_column::<T, 28>(&mut parts, &words, x.add(7 * T));
                 }
-                for (totals, parts) in totals.iter_mut().zip(&parts) {
-                    for v in 0..2 {
-                        totals[v] = _mm256_fmadd_ps(scales[v], parts[v], totals[v]);
+                for v in 0..2 {
+                    let at = (tile.zeros.wrapping_add(16 * g), tile.scales.add(64 * g));
+                    let (zero, scale) = group_ends::<Z, B>(at.0, at.1, 2 * half + v);
+                    for (t, (totals, parts)) in totals.iter_mut().zip(&parts).enumerate() {
+                        let mut part = parts[v];
+                        if Z {
+                            let x_total = _mm256_set1_ps(*tile.x_totals.add(g * T + t));
+                            part = _mm256_fmadd_ps(offset(zero), x_total, part);
+                        }
+                        totals[v] = _mm256_fmadd_ps(scale, part, totals[v]);
                     }
                 }
             }
@@ -298,7 +306,7 @@ pub fn int4_rows_of(zero_points: bool, bf16_scales: bool) -> [RowsFn; ROW_PANELS
 /// do, also its scales and zero points. (Three panels side by side, 256 bytes ahead, read a quarter less.)
 ///
 /// A nibble is not shifted down and converted, but left where it lies in the mantissa of a float whose unit is its lowest bit
-/// (2^(23 - shift) + nibble), and lessened by that power and the zero point in one subtraction: exact, so a row's bits are those
+/// (2^(23 - shift) + nibble), and lessened by that power and 8 in one subtraction: exact, so a row's bits are those
 /// of [`int4_tile`], by four instructions a register instead of five.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn int4_rows<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
@@ -314,15 +322,6 @@ unsafe fn int4_rows<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
                 if Z {
                     _mm_prefetch::<_MM_HINT_T0>(zero_points.wrapping_add(GROUPS_AHEAD * 16).cast());
                 }
-                // [place of the nibble][register of rows]
-                let mut zeros = [[_mm256_setzero_ps(); 4]; 4];
-                for v in 0..4 {
-                    let zero = _mm256_cvtepi32_ps(group_ends::<Z, B>(zero_points, scales, v).0);
-                    zeros[0][v] = _mm256_add_ps(zero, unit_at::<0>());
-                    zeros[1][v] = _mm256_add_ps(zero, unit_at::<4>());
-                    zeros[2][v] = _mm256_add_ps(zero, unit_at::<8>());
-                    zeros[3][v] = _mm256_add_ps(zero, unit_at::<12>());
-                }
                 let mut parts = [_mm256_setzero_ps(); 4];
                 for block in g * blocks..(g + 1) * blocks {
                     let at = panel.add(128 * block);
@@ -334,18 +333,22 @@ unsafe fn int4_rows<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
                         odd[v] = _mm256_srli_epi32::<16>(even[v]);
                     }
                     let x = rows.x.add(8 * block);
-                    add_row_column::<0>(&mut parts, &even, &zeros[0], *x);
-                    add_row_column::<0>(&mut parts, &odd, &zeros[0], *x.add(1));
-                    add_row_column::<4>(&mut parts, &even, &zeros[1], *x.add(2));
-                    add_row_column::<4>(&mut parts, &odd, &zeros[1], *x.add(3));
-                    add_row_column::<8>(&mut parts, &even, &zeros[2], *x.add(4));
-                    add_row_column::<8>(&mut parts, &odd, &zeros[2], *x.add(5));
-                    add_row_column::<12>(&mut parts, &even, &zeros[3], *x.add(6));
-                    add_row_column::<12>(&mut parts, &odd, &zeros[3], *x.add(7));
+                    add_row_column::<0>(&mut parts, &even, *x);
+                    add_row_column::<0>(&mut parts, &odd, *x.add(1));
+                    add_row_column::<4>(&mut parts, &even, *x.add(2));
+                    add_row_column::<4>(&mut parts, &odd, *x.add(3));
+                    add_row_column::<8>(&mut parts, &even, *x.add(4));
+                    add_row_column::<8>(&mut parts, &odd, *x.add(5));
+                    add_row_column::<12>(&mut parts, &even, *x.add(6));
+                    add_row_column::<12>(&mut parts, &odd, *x.add(7));
                 }
                 for v in 0..4 {
-                    let scale = group_ends::<Z, B>(zero_points, scales, v).1;
-                    totals[v] = _mm256_fmadd_ps(scale, parts[v], totals[v]);
+                    let (zero, scale) = group_ends::<Z, B>(zero_points, scales, v);
+                    let mut part = parts[v];
+                    if Z {
+                        part = _mm256_fmadd_ps(offset(zero), _mm256_set1_ps(*rows.x_totals.add(g)), part);
+                    }
+                    totals[v] = _mm256_fmadd_ps(scale, part, totals[v]);
                 }
             }
             for (v, total) in totals.iter().enumerate() {
@@ -362,20 +365,16 @@ fn unit_at<const SHIFT: i32>() -> __m256 {
     _mm256_castsi256_ps(_mm256_set1_epi32((127 + 23 - SHIFT) << 23))
 }
 
-/// One column of a panel: nibbles at bit `SHIFT` of each word; `zeros` are zero points plus [`unit_at`].
+/// One column of a panel: nibbles at bit `SHIFT` of each word.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn add_row_column<const SHIFT: i32>(
-    parts: &mut [__m256; 4],
-    words: &[__m256i; 4],
-    zeros: &[__m256; 4],
-    x: f32,
-) {
+fn add_row_column<const SHIFT: i32>(parts: &mut [__m256; 4], words: &[__m256i; 4], x: f32) {
     let x = _mm256_set1_ps(x);
+    let lessened = _mm256_add_ps(unit_at::<SHIFT>(), _mm256_set1_ps(8.0));
     for v in 0..4 {
         let nibbles = _mm256_and_si256(words[v], _mm256_set1_epi32(15 << SHIFT));
         let sums = _mm256_or_ps(_mm256_castsi256_ps(nibbles), unit_at::<SHIFT>());
-        parts[v] = _mm256_fmadd_ps(_mm256_sub_ps(sums, zeros[v]), x, parts[v]);
+        parts[v] = _mm256_fmadd_ps(_mm256_sub_ps(sums, lessened), x, parts[v]);
     }
 }
 

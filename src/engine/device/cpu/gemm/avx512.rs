@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 
+use super::avx2::GROUPS_AHEAD;
 use super::{Element, PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 use crate::engine::device::cpu::pool::{prefetch_line, prefetch_line_to_l2};
 
@@ -369,8 +370,8 @@ unsafe fn add_group<const B: bool, const T: usize>(
     }
 }
 
-/// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total. A nibble becomes a float by one
-/// shift and one table look-up, whose index is the lowest four bits.
+/// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total.
+/// A nibble becomes a float by one shift and one table look-up, whose index is the lowest four bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
     // SAFETY: the contract of `TileFn` covers every access.
@@ -404,20 +405,9 @@ unsafe fn int4_groups<const Z: bool, const B: bool, const T: usize, const G: usi
 ) {
     // SAFETY: the contract of `TileFn` covers every access below; prefetches never fault.
     unsafe {
-        // Without zero points every zero is 8, taken into the table.
-        let start = if Z { 0.0 } else { -8.0 };
-        let table = _mm512_add_ps(
-            _mm512_setr_ps(0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.),
-            _mm512_set1_ps(start),
-        );
-        let mut zeros = [[_mm512_setzero_ps(); 2]; G];
-        if Z {
-            for (j, zero) in zeros.iter_mut().enumerate() {
-                let at = tile.zeros.add(16 * (first + j));
-                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast()));
-                zero[0] = _mm512_cvtepi32_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(15)));
-                zero[1] = _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(pairs));
-            }
+        let table = _mm512_setr_ps(-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.);
+        for g in first..first + G {
+            prefetch_group::<Z>(tile, g);
         }
         let blocks = tile.group / 8;
         let mut parts = [[[_mm512_setzero_ps(); 2]; T]; G];
@@ -425,18 +415,39 @@ unsafe fn int4_groups<const Z: bool, const B: bool, const T: usize, const G: usi
         for block in 0..blocks {
             let (low, high) = load_words::<G>(tile, first, block, blocks);
             let x = tile.x.add((first * blocks + block) * 8 * T);
-            let words = Words { low: &low, high: &high, zeros: &zeros, table, x_stride };
-            words.column::<Z, T, 0>(&mut parts, x);
-            words.column::<Z, T, 16>(&mut parts, x.add(T));
-            words.column::<Z, T, 4>(&mut parts, x.add(2 * T));
-            words.column::<Z, T, 20>(&mut parts, x.add(3 * T));
-            words.column::<Z, T, 8>(&mut parts, x.add(4 * T));
-            words.column::<Z, T, 24>(&mut parts, x.add(5 * T));
-            words.column::<Z, T, 12>(&mut parts, x.add(6 * T));
-            words.column::<Z, T, 28>(&mut parts, x.add(7 * T));
+            let words = Words { low: &low, high: &high, table, x_stride };
+            words.column::<T, 0>(&mut parts, x);
+            words.column::<T, 16>(&mut parts, x.add(T));
+            words.column::<T, 4>(&mut parts, x.add(2 * T));
+            words.column::<T, 20>(&mut parts, x.add(3 * T));
+            words.column::<T, 8>(&mut parts, x.add(4 * T));
+            words.column::<T, 24>(&mut parts, x.add(5 * T));
+            words.column::<T, 12>(&mut parts, x.add(6 * T));
+            words.column::<T, 28>(&mut parts, x.add(7 * T));
         }
-        for (j, part) in parts.iter().enumerate() {
+        for (j, part) in parts.iter_mut().enumerate() {
+            if Z {
+                let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(tile.zeros.add(16 * (first + j)).cast()));
+                let zeros = [_mm512_and_si512(pairs, _mm512_set1_epi32(15)), _mm512_srli_epi32::<4>(pairs)];
+                let offsets =
+                    zeros.map(|zeros| _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_set1_epi32(8), zeros)));
+                let totals = tile.x_totals.add((first + j) * T);
+                add_column::<T>(part, offsets[0], offsets[1], totals);
+            }
             add_group::<B, T>(tile, first + j, part, total);
+        }
+    }
+}
+
+/// Asks for the scales and zero points that a lone tile needs some groups after group `g`, on CPUs that gain from it: each is a
+/// stream of its own, too thin for the hardware to keep up with.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn prefetch_group<const Z: bool>(tile: &Tile, g: usize) {
+    if tile.far > 0 {
+        prefetch_line(tile.scales.wrapping_add(64 * (g + GROUPS_AHEAD)));
+        if Z {
+            prefetch_line(tile.zeros.wrapping_add(16 * (g + GROUPS_AHEAD)));
         }
     }
 }
@@ -507,7 +518,6 @@ unsafe fn load_words<const G: usize>(
 struct Words<'a, const G: usize> {
     low: &'a [__m512i; G],
     high: &'a [__m512i; G],
-    zeros: &'a [[__m512; 2]; G],
     table: __m512,
     /// Activations from one group to the next.
     x_stride: usize,
@@ -517,18 +527,10 @@ impl<const G: usize> Words<'_, G> {
     /// Adds the column whose nibbles lie at bit `SHIFT`.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn column<const Z: bool, const T: usize, const SHIFT: u32>(
-        &self,
-        parts: &mut [Sums<T>; G],
-        x: *const f32,
-    ) {
+    unsafe fn column<const T: usize, const SHIFT: u32>(&self, parts: &mut [Sums<T>; G], x: *const f32) {
         for j in 0..G {
-            let mut low = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.low[j]), self.table);
-            let mut high = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.high[j]), self.table);
-            if Z {
-                low = _mm512_sub_ps(low, self.zeros[j][0]);
-                high = _mm512_sub_ps(high, self.zeros[j][1]);
-            }
+            let low = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.low[j]), self.table);
+            let high = _mm512_permutexvar_ps(_mm512_srli_epi32::<SHIFT>(self.high[j]), self.table);
             // SAFETY: every group's activations are readable, by the contract of `TileFn`.
             unsafe { add_column::<T>(&mut parts[j], low, high, x.add(j * self.x_stride)) };
         }

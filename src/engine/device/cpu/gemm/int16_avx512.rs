@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::avx512::{load, prefetch_pair};
+use super::avx512::{load, prefetch_group, prefetch_pair};
 use super::{Tile, TileFn};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
@@ -57,6 +57,7 @@ unsafe fn tokens_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile)
     unsafe {
         let mut totals = [[0f32; 32]; T];
         for g in 0..tile.cols / tile.group {
+            prefetch_group::<Z>(tile, g);
             let mut parts = [[_mm512_setzero_si512(); 2]; T];
             for block in g * blocks..(g + 1) * blocks {
                 let ahead = tile.ahead.wrapping_add(block * tile.ahead_stride);

@@ -17,7 +17,8 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-pub mod int16;
+pub mod grouped;
+mod int16;
 #[cfg(target_arch = "x86_64")]
 mod int16_avx2;
 #[cfg(target_arch = "x86_64")]
@@ -39,7 +40,7 @@ use super::isa::{self, Isa, has_vnni};
 use super::matrix::{Matrix, PANEL, Packing};
 use super::pool::{Ahead, Pool, share};
 use crate::engine::config::CpuMath;
-use int16::Rounded;
+use grouped::Grouped;
 pub use packed::{Activations, Packed, Tiling};
 pub use peak::Peak;
 
@@ -136,6 +137,8 @@ pub struct Tile {
     /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
     pub x_scales: *const f32,
     pub x_sums: *const i32,
+    /// Of 4-bit weights with zero points in f32 arithmetic, [groups][T] totals of the activations.
+    pub x_totals: *const f32,
     /// [T][32] sums, row t at `out + t * out_stride`.
     pub out: *mut f32,
     pub out_stride: usize,
@@ -173,6 +176,7 @@ pub struct Rows {
     pub x: *const f32,
     pub x_scales: *const f32,
     pub x_sums: *const i32,
+    pub x_totals: *const f32,
     /// As in [`Tile`].
     pub far: usize,
     /// [panels][32] sums.
@@ -207,6 +211,7 @@ impl Tile {
             x,
             x_scales: std::ptr::null(),
             x_sums: std::ptr::null(),
+            x_totals: std::ptr::null(),
             out: std::ptr::null_mut(),
             out_stride: 0,
             accumulate: false,
@@ -273,9 +278,7 @@ fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PAN
         (Isa::Avx2, Packing::F16, _) => Some(avx2::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::Bf16, _) => Some(avx2::rows_of(Element::Bf16Pairs)),
-        (_, Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Int16)
-            if int16::group_of(packing).is_some() =>
-        {
+        (_, Packing::Int4 { group, zero_points, bf16_scales }, Arithmetic::Int16) if int16::fits(group) => {
             int16::rows(isa, zero_points, bf16_scales)
         }
         #[cfg(target_arch = "x86_64")]
@@ -368,8 +371,8 @@ pub struct Product<'a> {
     /// For a lone row.
     rows: Option<[RowsFn; ROW_PANELS]>,
     far: usize,
-    /// The activations in 16 bits, where they are multiplied so.
-    rounded: Option<Rounded>,
+    /// The activations group by group, where they are needed so.
+    grouped: Option<Grouped>,
 }
 
 /// Room for the results of a product's tile.
@@ -383,11 +386,13 @@ impl TileSpace {
 }
 
 impl<'a> Product<'a> {
-    /// `rounded` holds the activations in 16 bits for every group of 4-bit weights, in int16 arithmetic.
-    pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed, rounded: &[Rounded]) -> Self {
+    /// `all_grouped` holds the activations for every size of group that [`grouped::group_of`] names.
+    pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed, all_grouped: &[Grouped]) -> Self {
         debug_assert_eq!(matrix.cols, packed.cols);
-        let group = int16::group_of(matrix.packing);
-        let rounded = rounded.iter().find(|rounded| Some(rounded.group) == group).copied();
+        let group = grouped::group_of(matrix.packing, packed.math());
+        let grouped = all_grouped.iter().find(|grouped| Some(grouped.group) == group).copied();
+        assert_eq!(grouped.map(|grouped| grouped.group), group, "activations that were not grouped");
+        let integers = grouped.is_some_and(|grouped| grouped.integers);
         let choose = |tokens: usize| match (matrix.packing, packed.math()) {
             #[cfg(target_arch = "x86_64")]
             (packing, Arithmetic::F32Tiles) => tiles::f32(packing),
@@ -402,7 +407,7 @@ impl<'a> Product<'a> {
             (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Bf16Pairs) => {
                 avx512::int4_bf16(zero_points, bf16_scales, tokens)
             }
-            (Packing::Int4 { zero_points, bf16_scales, .. }, _) if rounded.is_some() => {
+            (Packing::Int4 { zero_points, bf16_scales, .. }, _) if integers => {
                 int16::tile(isa, zero_points, bf16_scales, tokens)
             }
             (Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
@@ -418,7 +423,7 @@ impl<'a> Product<'a> {
             larger: choose((small + 1).min(max_tile_of(isa, packed.math()))),
             rows,
             far: far(),
-            rounded,
+            grouped,
         }
     }
 
@@ -437,7 +442,7 @@ impl<'a> Product<'a> {
         match &self.rows {
             Some(functions) => {
                 let none = [std::ptr::null(); ROW_PANELS];
-                let (x, x_scales, x_sums) = self.activations(tile);
+                let (x, x_scales, x_sums, x_totals) = self.activations(tile);
                 let mut rows = Rows {
                     panels: none,
                     scales: none,
@@ -447,6 +452,7 @@ impl<'a> Product<'a> {
                     x,
                     x_scales,
                     x_sums,
+                    x_totals,
                     far: self.far,
                     out: out.cast(),
                 };
@@ -474,15 +480,17 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// A tile's activations as its function reads them, and in int16 arithmetic their scales and sums.
+    /// A tile's activations as its function reads them, their scales and sums in int16 arithmetic, and their totals.
     #[inline]
-    fn activations(&self, tile: usize) -> (*const f32, *const f32, *const i32) {
-        match &self.rounded {
-            Some(rounded) => {
-                let (pairs, scales, sums) = rounded.tile(tile);
-                (pairs.cast(), scales, sums)
+    fn activations(&self, tile: usize) -> (*const f32, *const f32, *const i32, *const f32) {
+        let (no_scales, no_sums) = (std::ptr::null(), std::ptr::null());
+        match &self.grouped {
+            Some(grouped) if grouped.integers => {
+                let (pairs, scales, sums) = grouped.tile(tile);
+                (pairs.cast(), scales, sums, std::ptr::null())
             }
-            None => (self.packed.tile_values(tile), std::ptr::null(), std::ptr::null()),
+            Some(grouped) => (self.packed.tile_values(tile), no_scales, no_sums, grouped.totals(tile)),
+            None => (self.packed.tile_values(tile), no_scales, no_sums, std::ptr::null()),
         }
     }
 
@@ -500,7 +508,7 @@ impl<'a> Product<'a> {
         let tiles = self.packed.block_tiles();
         let next = weights.wrapping_add(panel_bytes + panel_bytes * (tile % tiles) / tiles);
         let ahead = if tiles == 1 { weights.wrapping_add(PREFETCH_BYTES) } else { next };
-        let (x, x_scales, x_sums) = self.activations(tile);
+        let (x, x_scales, x_sums, x_totals) = self.activations(tile);
         let operands = Tile {
             w0: weights,
             // SAFETY: the second half of a column of the panel.
@@ -511,6 +519,7 @@ impl<'a> Product<'a> {
             x,
             x_scales,
             x_sums,
+            x_totals,
             out: out.cast(),
             out_stride: PANEL,
             accumulate: false,

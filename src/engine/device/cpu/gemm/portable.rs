@@ -109,13 +109,13 @@ unsafe fn dense_tile<const E: u8, const T: usize>(tile: &Tile) {
     }
 }
 
-/// Per group: part = sum of (q - zero) x in column order, then total = scale * part + total.
+/// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total.
 unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
     // SAFETY: the contract of `TileFn` covers every access below.
     unsafe {
         let mut total = load_sums::<T>(tile);
         for g in 0..tile.cols / tile.group {
-            let mut zeros = [[8f32; HALF]; 2];
+            let mut offsets = [[0f32; HALF]; 2];
             let mut scales = [[0f32; HALF]; 2];
             for lane in 0..HALF {
                 for half in 0..2 {
@@ -124,8 +124,8 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                 }
                 if Z {
                     let pair = tile.zeros.add(g * HALF + lane).read();
-                    zeros[0][lane] = f32::from(pair & 15);
-                    zeros[1][lane] = f32::from(pair >> 4);
+                    offsets[0][lane] = 8.0 - f32::from(pair & 15);
+                    offsets[1][lane] = 8.0 - f32::from(pair >> 4);
                 }
             }
             let mut part = [[[0f32; HALF]; 2]; T];
@@ -136,12 +136,15 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                     for (half, base) in [tile.w0, tile.w1].into_iter().enumerate() {
                         for lane in 0..HALF {
                             let word = base.add(block * tile.stride).cast::<u32>().add(lane).read_unaligned();
-                            weights[half][lane] = ((word >> shift) & 15) as f32 - zeros[half][lane];
+                            weights[half][lane] = ((word >> shift) & 15) as f32 - 8.0;
                         }
                     }
                     let x = std::slice::from_raw_parts(tile.x.add((8 * block + i) * T), T);
                     add_column(&mut part, &weights, x);
                 }
+            }
+            if Z {
+                add_column(&mut part, &offsets, std::slice::from_raw_parts(tile.x_totals.add(g * T), T));
             }
             for (total, part) in total.iter_mut().zip(&part) {
                 for half in 0..2 {

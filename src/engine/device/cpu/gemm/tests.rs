@@ -63,15 +63,15 @@ fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: Arithmeti
         // SAFETY: one thread.
         unsafe { packed.write_unit(unit, &x[start * matrix.cols..], matrix.cols) };
     }
-    let mut integers = int16::Int16Activations::default();
-    let mut rounded = Vec::new();
-    if let (Arithmetic::Int16, Some(group)) = (math, int16::group_of(matrix.packing)) {
-        rounded.push(integers.shape(&packed, group).unwrap());
+    let mut by_group = grouped::GroupedActivations::default();
+    let mut grouped = Vec::new();
+    if let Some(group) = grouped::group_of(matrix.packing, math) {
+        grouped.push(by_group.shape(&packed, group).unwrap());
         for tile in 0..packed.tiling.tiles {
-            isa.run(int16::RoundTile { packed: &packed, rounded: &rounded[0], tile });
+            isa.run(grouped::GroupTile { packed: &packed, grouped: &grouped[0], tile });
         }
     }
-    let product = Product::new(isa, matrix, packed, &rounded);
+    let product = Product::new(isa, matrix, packed, &grouped);
     let mut all = vec![vec![0f32; matrix.rows]; tokens];
     let together = if tokens == 1 { ROW_PANELS } else { 1 };
     for first in (0..matrix.panels()).step_by(together) {

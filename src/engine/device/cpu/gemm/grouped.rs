@@ -1,0 +1,284 @@
+//! Activations group by group, as products with 4-bit weights need them beside the packed ones: in int16 arithmetic rounded to
+//! integers (see `int16.rs`); in f32 the total of each group, by which a tile takes zero points off once a group instead of
+//! from every weight.
+
+use super::super::isa::{Arch, Work};
+use super::super::memory::{Scratch, Shared};
+use super::{Arithmetic, Packed, Tiling, int16};
+use crate::Result;
+use crate::engine::device::cpu::matrix::Packing;
+
+/// Buffers of grouped activations.
+#[derive(Debug, Default)]
+pub struct GroupedActivations {
+    pairs: Scratch<i32>,
+    scales: Scratch<f32>,
+    sums: Scratch<i32>,
+    totals: Scratch<f32>,
+}
+
+/// A view of grouped activations. Tiles lie one after the other, as those of [`Packed`]; in a tile of T tokens pairs of
+/// columns are `[cols/2][T]` (the even column low), scales, sums and totals `[groups][T]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Grouped {
+    tiling: Tiling,
+    cols: usize,
+    pub group: usize,
+    /// Rounded to integers; else there are totals alone.
+    pub integers: bool,
+    pairs: Shared<i32>,
+    scales: Shared<f32>,
+    sums: Shared<i32>,
+    totals: Shared<f32>,
+}
+
+/// The group by which products with a matrix need their activations grouped.
+pub fn group_of(packing: Packing, math: Arithmetic) -> Option<usize> {
+    match packing {
+        Packing::Int4 { group, zero_points, .. } => match math {
+            Arithmetic::Int16 if int16::fits(group) => Some(group),
+            Arithmetic::Bf16Pairs => None,
+            _ => zero_points.then_some(group),
+        },
+        _ => None,
+    }
+}
+
+impl GroupedActivations {
+    /// Room for the rows of `packed`; contents are whatever they were.
+    pub fn shape(&mut self, packed: &Packed, group: usize) -> Result<Grouped> {
+        let (tiling, cols) = (packed.tiling, packed.cols);
+        debug_assert!(group.is_multiple_of(8) && cols.is_multiple_of(group));
+        let integers = packed.math() == Arithmetic::Int16 && int16::fits(group);
+        let groups = tiling.rows * cols / group;
+        if integers {
+            self.pairs.reserve(tiling.rows * cols / 2)?;
+            self.scales.reserve(groups)?;
+            self.sums.reserve(groups)?;
+        } else {
+            self.totals.reserve(groups)?;
+        }
+        let (pairs, scales) = (self.pairs.ptr(), self.scales.ptr());
+        let (sums, totals) = (self.sums.ptr(), self.totals.ptr());
+        Ok(Grouped { tiling, cols, group, integers, pairs, scales, sums, totals })
+    }
+}
+
+impl Grouped {
+    /// Start of a tile's (pairs, scales, sums), where they are integers.
+    #[inline(always)]
+    pub fn tile(&self, tile: usize) -> (*const i32, *const f32, *const i32) {
+        debug_assert!(self.integers);
+        let (start, _) = self.tiling.tile(tile);
+        let groups = self.cols / self.group;
+        // SAFETY: inside the buffers, which hold all rows.
+        unsafe {
+            (
+                self.pairs.get().add(start * self.cols / 2),
+                self.scales.get().add(start * groups),
+                self.sums.get().add(start * groups),
+            )
+        }
+    }
+
+    /// Start of a tile's totals, where they are not.
+    #[inline(always)]
+    pub fn totals(&self, tile: usize) -> *const f32 {
+        debug_assert!(!self.integers);
+        let (start, _) = self.tiling.tile(tile);
+        // SAFETY: as above.
+        unsafe { self.totals.get().add(start * (self.cols / self.group)) }
+    }
+}
+
+/// Groups a packed tile, whose columns are written.
+pub struct GroupTile<'a> {
+    pub packed: &'a Packed,
+    pub grouped: &'a Grouped,
+    pub tile: usize,
+}
+
+impl Work for GroupTile<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<A: Arch>(self) {
+        let tokens = self.grouped.tiling.tile(self.tile).1;
+        if !self.grouped.integers {
+            return match tokens {
+                1 => add_up_tile::<1, 8>(&self),
+                2 => add_up_tile::<2, 16>(&self),
+                3 => add_up_tile::<3, 24>(&self),
+                4 => add_up_tile::<4, 32>(&self),
+                5 => add_up_tile::<5, 40>(&self),
+                6 => add_up_tile::<6, 48>(&self),
+                7 => add_up_tile::<7, 56>(&self),
+                8 => add_up_tile::<8, 64>(&self),
+                9 => add_up_tile::<9, 72>(&self),
+                10 => add_up_tile::<10, 80>(&self),
+                11 => add_up_tile::<11, 88>(&self),
+                _ => add_up_tile::<12, 96>(&self),
+            };
+        }
+        match tokens {
+            1 => round_tile::<1, 8>(&self),
+            2 => round_tile::<2, 8>(&self),
+            3 => round_tile::<3, 12>(&self),
+            4 => round_tile::<4, 8>(&self),
+            5 => round_wide_tile::<5>(&self),
+            6 => round_wide_tile::<6>(&self),
+            7 => round_wide_tile::<7>(&self),
+            8 => round_wide_tile::<8>(&self),
+            9 => round_wide_tile::<9>(&self),
+            10 => round_wide_tile::<10>(&self),
+            11 => round_wide_tile::<11>(&self),
+            _ => round_wide_tile::<12>(&self),
+        }
+    }
+}
+
+/// Adding and subtracting this rounds a float below 2^22 to the nearest even integer, whose bits lie in the sum's lowest.
+const TO_INTEGER: f32 = 12_582_912.0;
+
+/// Totals of T tokens: of eight columns side by side, L = 8 T lanes, then of halves of those, so that a token's do not depend on
+/// how many there are.
+#[inline(always)]
+fn add_up_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
+    let GroupTile { packed, grouped, tile } = *work;
+    let (start, tokens) = grouped.tiling.tile(tile);
+    debug_assert_eq!(tokens, T);
+    let groups = grouped.cols / grouped.group;
+    // SAFETY: one thread works on a tile; its columns were written before and are only read now.
+    let (values, totals) = unsafe {
+        (
+            std::slice::from_raw_parts(packed.tile_values(tile), grouped.cols * T),
+            grouped.totals.part(start * groups, groups * T),
+        )
+    };
+    for (values, totals) in values.chunks_exact(grouped.group * T).zip(totals.chunks_exact_mut(T)) {
+        let mut lanes = [0f32; L];
+        for values in values.chunks_exact(L) {
+            for l in 0..L {
+                lanes[l] += values[l];
+            }
+        }
+        fold_lanes::<f32, T, L>(&mut lanes, |a, b| a + b);
+        totals.copy_from_slice(&lanes[..T]);
+    }
+}
+
+/// T tokens, at most four, L lanes at a time: lane l is of token l % T.
+#[inline(always)]
+fn round_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
+    let GroupTile { packed, grouped, tile } = *work;
+    let (start, tokens) = grouped.tiling.tile(tile);
+    debug_assert_eq!(tokens, T);
+    let groups = grouped.cols / grouped.group;
+    // SAFETY: one thread rounds a tile; its columns were written before and are only read now.
+    let (values, integers, scales, sums) = unsafe {
+        (
+            std::slice::from_raw_parts(packed.tile_values(tile), grouped.cols * T),
+            Shared(grouped.pairs.get().cast::<u16>()).part(start * grouped.cols, grouped.cols * T),
+            grouped.scales.part(start * groups, groups * T),
+            grouped.sums.part(start * groups, groups * T),
+        )
+    };
+    let group_values = values.chunks_exact(grouped.group * T);
+    let group_integers = integers.chunks_exact_mut(grouped.group * T);
+    let group_ends = scales.chunks_exact_mut(T).zip(sums.chunks_exact_mut(T));
+    for ((values, integers), (scales, sums)) in group_values.zip(group_integers).zip(group_ends) {
+        let inverse = scale_group::<T, L>(values, scales);
+        let mut totals = [0i32; L];
+        for (columns, out) in values.chunks_exact(8 * T).zip(integers.chunks_exact_mut(8 * T)) {
+            let mut by_column = [0u16; 8 * 4];
+            for (values, integers) in columns.chunks_exact(L).zip(by_column.chunks_exact_mut(L)) {
+                for l in 0..L {
+                    let integer = (values[l] * inverse[l] + TO_INTEGER).to_bits() as u16;
+                    integers[l] = integer;
+                    totals[l] += i32::from(integer as i16);
+                }
+            }
+            // The two columns of a pair lie side by side.
+            for k in 0..4 {
+                for t in 0..T {
+                    for odd in 0..2 {
+                        out[(k * T + t) * 2 + odd] = by_column[(2 * k + odd) * T + t];
+                    }
+                }
+            }
+        }
+        fold_lanes::<i32, T, L>(&mut totals, |a, b| a + b);
+        sums.copy_from_slice(&totals[..T]);
+    }
+}
+
+/// As [`round_tile`] for more tokens than that: they are the lanes.
+#[inline(always)]
+fn round_wide_tile<const T: usize>(work: &GroupTile<'_>) {
+    let GroupTile { packed, grouped, tile } = *work;
+    let (start, tokens) = grouped.tiling.tile(tile);
+    debug_assert_eq!(tokens, T);
+    let groups = grouped.cols / grouped.group;
+    // SAFETY: as in `round_tile`.
+    let (values, pairs, scales, sums) = unsafe {
+        (
+            std::slice::from_raw_parts(packed.tile_values(tile), grouped.cols * T),
+            grouped.pairs.part(start * grouped.cols / 2, grouped.cols / 2 * T),
+            grouped.scales.part(start * groups, groups * T),
+            grouped.sums.part(start * groups, groups * T),
+        )
+    };
+    let by_group = values.chunks_exact(grouped.group * T).zip(pairs.chunks_exact_mut(grouped.group / 2 * T));
+    let group_ends = scales.chunks_exact_mut(T).zip(sums.chunks_exact_mut(T));
+    for ((values, pairs), (scales, sums)) in by_group.zip(group_ends) {
+        let inverse = scale_group::<T, T>(values, scales);
+        let mut totals = [0i32; T];
+        for (columns, out) in values.chunks_exact(2 * T).zip(pairs.chunks_exact_mut(T)) {
+            for t in 0..T {
+                let even = (columns[t] * inverse[t] + TO_INTEGER).to_bits();
+                let odd = (columns[T + t] * inverse[t] + TO_INTEGER).to_bits();
+                out[t] = (even & 0xffff | odd << 16) as i32;
+                totals[t] += i32::from(even as i16) + i32::from(odd as i16);
+            }
+        }
+        sums.copy_from_slice(&totals);
+    }
+}
+
+/// Joins the lanes of each token in the first T, by halves: L is T times a power of two.
+#[inline(always)]
+fn fold_lanes<V: Copy, const T: usize, const L: usize>(lanes: &mut [V; L], join: impl Fn(V, V) -> V) {
+    let mut width = L;
+    while width > T {
+        width /= 2;
+        for l in 0..width {
+            lanes[l] = join(lanes[l], lanes[l + width]);
+        }
+    }
+}
+
+/// Stores each token's scale of a group, and gives its inverse in every lane: lane l is of token l % T.
+#[inline(always)]
+fn scale_group<const T: usize, const L: usize>(values: &[f32], scales: &mut [f32]) -> [f32; L] {
+    let mut largest = [0f32; L];
+    // Zero times anything finite is zero, times anything else NaN: it must not be lost.
+    let mut poison = [0f32; L];
+    for values in values.chunks_exact(L) {
+        for l in 0..L {
+            let value = values[l].abs();
+            largest[l] = if value > largest[l] { value } else { largest[l] };
+            poison[l] += value * 0.0;
+        }
+    }
+    fold_lanes::<f32, T, L>(&mut largest, |a, b| if b > a { b } else { a });
+    fold_lanes::<f32, T, L>(&mut poison, |a, b| a + b);
+    let mut inverse = [0f32; L];
+    for t in 0..T {
+        let scale = largest[t] * (1.0 / 32767.0);
+        scales[t] = scale + poison[t];
+        // Of zeros, or of numbers so small that their scale is no longer one, zeros.
+        let of_token = if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
+        inverse.iter_mut().skip(t).step_by(T).for_each(|inverse| *inverse = of_token);
+    }
+    inverse
+}
