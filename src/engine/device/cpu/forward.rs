@@ -12,14 +12,14 @@ use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
 use super::capture::Capture;
 use super::delta::{self, Mix};
-use super::gemm::grouped::{GroupTile, Grouped, GroupedActivations, group_of};
+use super::gemm::grouped::{GroupUnit, Grouped, GroupedActivations, group_of};
 use super::gemm::{
     Activations, Arithmetic, MAX_TILE, Packed, Product, TileSpace, first_read, first_read_of_pair,
     for_each_tile, max_tile, prefetches_ahead,
 };
 use super::isa::{Arch, Isa, Work};
 use super::lanes;
-use super::matrix::{Matrix, PANEL};
+use super::matrix::{Matrix, PANEL, Packing};
 use super::memory::{Scratch, Shared};
 use super::model::{LayerWeights, MixerWeights, Weights};
 use super::pool::{Ahead, Pool};
@@ -39,6 +39,8 @@ pub struct Buffers {
     mixer_rows: Scratch<f32>,
     mixer_out: Activations,
     mlp: Activations,
+    /// The input of products of another kind than the others of a mixer's input.
+    copied: Activations,
     /// The input of the product at hand by groups, once for each size of them.
     grouped: Vec<GroupedActivations>,
     threads: Vec<ThreadSpace>,
@@ -201,9 +203,9 @@ impl Forward<'_> {
                 self.buffers.grouped.push(GroupedActivations::default());
             }
             let grouped = self.buffers.grouped[all.len()].shape(packed, group)?;
-            self.pool.split(packed.tiling.tiles, grain_of(packed), &|tiles, _| {
-                for tile in tiles {
-                    isa.run(GroupTile { packed, grouped: &grouped, tile });
+            self.pool.split(packed.units(), grain_of(packed), &|units, _| {
+                for unit in units {
+                    isa.run(GroupUnit { packed, grouped: &grouped, unit });
                 }
             });
             all.push(grouped);
@@ -223,17 +225,49 @@ impl Forward<'_> {
         self.buffers.mixed.reserve(packed.tiling.rows * width)?;
         let out = self.buffers.mixed.ptr();
         let started = self.trace.start();
-        let grouped = self.grouped(packed, matrices.iter())?;
+        // Of an input held for products of tiles of bytes, matrices of other kinds take a copy in a run before.
+        let alike = |matrix: &Matrix| {
+            packed.math() != Arithmetic::Int16Tiles || matches!(matrix.packing, Packing::Int4 { .. })
+        };
+        if !matrices.iter().all(alike) {
+            let copy =
+                self.buffers.copied.shape(self.isa(), Arithmetic::Int16, packed.tiling.rows, packed.cols)?;
+            self.pool.split(copy.units(), grain_of(&copy), &|units, _| {
+                // SAFETY: one thread writes a unit.
+                units.into_iter().for_each(|unit| unsafe { copy.copy_unit(unit, packed) });
+            });
+            self.run_products(matrices, &|matrix| !alike(matrix), &copy, out, width, None)?;
+        }
+        self.run_products(matrices, &alike, packed, out, width, Some(next))?;
+        self.trace.products(name, started, matrices.iter(), packed, width);
+        Ok((out, width))
+    }
+
+    /// One run of [`Self::products`], for the matrices that are `taken`.
+    fn run_products(
+        &mut self,
+        matrices: &[Matrix],
+        taken: &dyn Fn(&Matrix) -> bool,
+        packed: &Packed,
+        out: Shared<f32>,
+        width: usize,
+        next: Option<Upcoming<'_>>,
+    ) -> Result<()> {
+        let grouped = self.grouped(packed, matrices.iter().filter(|matrix| taken(matrix)))?;
         let mut parts = Vec::with_capacity(matrices.len());
         let (mut panels, mut column) = (0, 0);
         for matrix in matrices {
-            parts.push((panels, column, Product::new(self.isa(), matrix, *packed, &grouped)));
-            panels += matrix.panels();
+            if taken(matrix) {
+                let product = Product::new(self.isa(), matrix, *packed, &grouped);
+                parts.push((matrix, panels, column, product));
+                panels += matrix.panels();
+            }
             column += matrix.rows;
         }
         let threads = self.pool.threads();
-        for_each_tile(self.pool, packed, panels, &|thread| next.of(threads, thread), &|panels, tile| {
-            for (matrix, (first, column, product)) in matrices.iter().zip(&parts) {
+        let ahead = |thread: usize| next.map_or(Ahead::NOTHING, |next| next.of(threads, thread));
+        for_each_tile(self.pool, packed, panels, &ahead, &|panels, tile| {
+            for (matrix, first, column, product) in &parts {
                 let start = panels.start.max(*first);
                 let end = panels.end.min(first + matrix.panels());
                 if start < end {
@@ -242,8 +276,7 @@ impl Forward<'_> {
                 }
             }
         });
-        self.trace.products(name, started, matrices.iter(), packed, width);
-        Ok((out, width))
+        Ok(())
     }
 
     /// Adds the product to the residual stream.
@@ -287,7 +320,7 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let math = self.weights.arithmetic(inputs);
+        let math = self.weights.arithmetic_of_inputs(inputs);
         let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
         self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
@@ -380,7 +413,7 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let math = self.weights.arithmetic(inputs);
+        let math = self.weights.arithmetic_of_inputs(inputs);
         let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
         self.capture(layer_index, Point::MixerIn, &packed);
         // The mixer between the two products reads no weights to speak of.
@@ -425,12 +458,17 @@ impl Forward<'_> {
 
     fn mlp(&mut self, layer_index: usize, layer: &LayerWeights) -> Result<()> {
         let isa = self.isa();
-        let math = self.weights.arithmetic([&layer.gate, &layer.up]);
+        let mut math = self.weights.arithmetic([&layer.gate, &layer.up]);
+        let mut joined_math = self.weights.arithmetic([&layer.down]);
+        if math != joined_math {
+            // Tiles of what is read are tiles of what is written.
+            math = self.weights.arithmetic([&layer.gate, &layer.up, &layer.down]);
+            joined_math = math;
+        }
         let packed = self.norm(layer_index, &layer.post_norm, None, math)?;
         self.capture(layer_index, Point::MlpIn, &packed);
         let size = layer.gate.rows;
-        let math = self.weights.arithmetic([&layer.down]);
-        let joined = self.buffers.mlp.shape(isa, math, self.batch.rows, size)?;
+        let joined = self.buffers.mlp.shape(isa, joined_math, self.batch.rows, size)?;
         let started = self.trace.start();
         let grouped = self.grouped(&packed, [&layer.gate, &layer.up].into_iter())?;
         let gate = Product::new(isa, &layer.gate, packed, &grouped);

@@ -62,6 +62,11 @@ impl Weights {
         &self.layout.spec
     }
 
+    /// How the input of a mixer is held: see [`Arithmetic::of_inputs`].
+    pub fn arithmetic_of_inputs(&self, matrices: &[Matrix]) -> Arithmetic {
+        Arithmetic::of_inputs(self.math, self.isa, matrices)
+    }
+
     /// How an input of all of `matrices` is multiplied.
     pub fn arithmetic<'m>(&self, matrices: impl IntoIterator<Item = &'m Matrix>) -> Arithmetic {
         Arithmetic::of(self.math, self.isa, matrices)

@@ -119,6 +119,36 @@ pub unsafe fn multiply_bf16<const C: usize, const A: usize, const B: usize>() {
     }
 }
 
+/// C += A B in 32 bits: row m of A holds 64 signed bytes, row k of B the bytes 4k to 4k+3 of each of 16 columns, side by side.
+///
+/// # Safety
+/// This thread is configured, and the CPU has AMX-INT8.
+#[inline(always)]
+pub unsafe fn multiply_i8<const C: usize, const A: usize, const B: usize>() {
+    // SAFETY: promised by the caller.
+    unsafe {
+        asm!("tdpbssd tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// The same for unsigned bytes in A and signed ones in B.
+///
+/// # Safety
+/// As [`multiply_i8`].
+#[inline(always)]
+pub unsafe fn multiply_u8_i8<const C: usize, const A: usize, const B: usize>() {
+    // SAFETY: promised by the caller.
+    unsafe {
+        asm!("tdpbusd tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nomem, nostack, preserves_flags));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::super::isa::tile_products;

@@ -4,9 +4,15 @@
 
 use super::super::isa::{Arch, Work};
 use super::super::memory::{Scratch, Shared};
+#[cfg(target_arch = "x86_64")]
+use super::int16_tiles::Planes;
 use super::{Arithmetic, Packed, Tiling, int16};
 use crate::Result;
 use crate::engine::device::cpu::matrix::Packing;
+
+/// Columns of a block of planes, and what loads of 16 of its lines may read beyond the last, as pairs.
+const PLANE_COLUMNS: usize = 64;
+const PLANE_SLACK: usize = 15 * 16;
 
 /// Buffers of grouped activations.
 #[derive(Debug, Default)]
@@ -18,7 +24,8 @@ pub struct GroupedActivations {
 }
 
 /// A view of grouped activations. Tiles lie one after the other, as those of [`Packed`]; in a tile of T tokens pairs of
-/// columns are `[cols/2][T]` (the even column low), scales, sums and totals `[groups][T]`.
+/// columns are `[cols/2][T]` (the even column low), for products of tiles planes of bytes (see `int16_tiles.rs`); scales, sums
+/// and totals are `[groups][T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Grouped {
     tiling: Tiling,
@@ -30,6 +37,10 @@ pub struct Grouped {
     scales: Shared<f32>,
     sums: Shared<i32>,
     totals: Shared<f32>,
+    /// For products of tiles.
+    planes: bool,
+    /// Columns, of planes in whole blocks.
+    padded: usize,
 }
 
 /// The group by which products with a matrix need their activations grouped.
@@ -37,6 +48,7 @@ pub fn group_of(packing: Packing, math: Arithmetic) -> Option<usize> {
     match packing {
         Packing::Int4 { group, zero_points, .. } => match math {
             Arithmetic::Int16 if int16::fits(group) => Some(group),
+            Arithmetic::Int16Tiles => Some(group),
             Arithmetic::Bf16Pairs => None,
             _ => zero_points.then_some(group),
         },
@@ -49,10 +61,16 @@ impl GroupedActivations {
     pub fn shape(&mut self, packed: &Packed, group: usize) -> Result<Grouped> {
         let (tiling, cols) = (packed.tiling, packed.cols);
         debug_assert!(group.is_multiple_of(8) && cols.is_multiple_of(group));
-        let integers = packed.math() == Arithmetic::Int16 && int16::fits(group);
+        let planes = packed.math() == Arithmetic::Int16Tiles;
+        let integers = planes || packed.math() == Arithmetic::Int16 && int16::fits(group);
         let groups = tiling.rows * cols / group;
+        let mut padded = cols;
         if integers {
-            self.pairs.reserve(tiling.rows * cols / 2)?;
+            let mut slack = 0;
+            if planes {
+                (padded, slack) = (cols.next_multiple_of(PLANE_COLUMNS), PLANE_SLACK);
+            }
+            self.pairs.reserve(tiling.rows * padded / 2 + slack)?;
             self.scales.reserve(groups)?;
             self.sums.reserve(groups)?;
         } else {
@@ -60,12 +78,12 @@ impl GroupedActivations {
         }
         let (pairs, scales) = (self.pairs.ptr(), self.scales.ptr());
         let (sums, totals) = (self.sums.ptr(), self.totals.ptr());
-        Ok(Grouped { tiling, cols, group, integers, pairs, scales, sums, totals })
+        Ok(Grouped { tiling, cols, group, integers, pairs, scales, sums, totals, planes, padded })
     }
 }
 
 impl Grouped {
-    /// Start of a tile's (pairs, scales, sums), where they are integers.
+    /// Start of a tile's (pairs or planes, scales, sums), where they are integers. (Of planes there are no sums.)
     #[inline(always)]
     pub fn tile(&self, tile: usize) -> (*const i32, *const f32, *const i32) {
         debug_assert!(self.integers);
@@ -74,7 +92,7 @@ impl Grouped {
         // SAFETY: inside the buffers, which hold all rows.
         unsafe {
             (
-                self.pairs.get().add(start * self.cols / 2),
+                self.pairs.get().add(start * self.padded / 2),
                 self.scales.get().add(start * groups),
                 self.sums.get().add(start * groups),
             )
@@ -91,19 +109,23 @@ impl Grouped {
     }
 }
 
-/// Groups a packed tile, whose columns are written.
-pub struct GroupTile<'a> {
+/// Groups a packed unit, whose columns are written.
+pub struct GroupUnit<'a> {
     pub packed: &'a Packed,
     pub grouped: &'a Grouped,
-    pub tile: usize,
+    pub unit: usize,
 }
 
-impl Work for GroupTile<'_> {
+impl Work for GroupUnit<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<A: Arch>(self) {
-        let tokens = self.grouped.tiling.tile(self.tile).1;
+        #[cfg(target_arch = "x86_64")]
+        if self.grouped.planes {
+            return round_row(&self);
+        }
+        let tokens = self.grouped.tiling.tile(self.unit).1;
         if !self.grouped.integers {
             return match tokens {
                 1 => add_up_tile::<1, 8>(&self),
@@ -138,13 +160,13 @@ impl Work for GroupTile<'_> {
 }
 
 /// Adding and subtracting this rounds a float below 2^22 to the nearest even integer, whose bits lie in the sum's lowest.
-const TO_INTEGER: f32 = 12_582_912.0;
+pub const TO_INTEGER: f32 = 12_582_912.0;
 
 /// Totals of T tokens: of eight columns side by side, L = 8 T lanes, then of halves of those, so that a token's do not depend on
 /// how many there are.
 #[inline(always)]
-fn add_up_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
-    let GroupTile { packed, grouped, tile } = *work;
+fn add_up_tile<const T: usize, const L: usize>(work: &GroupUnit<'_>) {
+    let GroupUnit { packed, grouped, unit: tile } = *work;
     let (start, tokens) = grouped.tiling.tile(tile);
     debug_assert_eq!(tokens, T);
     let groups = grouped.cols / grouped.group;
@@ -169,8 +191,8 @@ fn add_up_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
 
 /// T tokens, at most four, L lanes at a time: lane l is of token l % T.
 #[inline(always)]
-fn round_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
-    let GroupTile { packed, grouped, tile } = *work;
+fn round_tile<const T: usize, const L: usize>(work: &GroupUnit<'_>) {
+    let GroupUnit { packed, grouped, unit: tile } = *work;
     let (start, tokens) = grouped.tiling.tile(tile);
     debug_assert_eq!(tokens, T);
     let groups = grouped.cols / grouped.group;
@@ -214,8 +236,8 @@ fn round_tile<const T: usize, const L: usize>(work: &GroupTile<'_>) {
 
 /// As [`round_tile`] for more tokens than that: they are the lanes.
 #[inline(always)]
-fn round_wide_tile<const T: usize>(work: &GroupTile<'_>) {
-    let GroupTile { packed, grouped, tile } = *work;
+fn round_wide_tile<const T: usize>(work: &GroupUnit<'_>) {
+    let GroupUnit { packed, grouped, unit: tile } = *work;
     let (start, tokens) = grouped.tiling.tile(tile);
     debug_assert_eq!(tokens, T);
     let groups = grouped.cols / grouped.group;
@@ -274,11 +296,33 @@ fn scale_group<const T: usize, const L: usize>(values: &[f32], scales: &mut [f32
     fold_lanes::<f32, T, L>(&mut poison, |a, b| a + b);
     let mut inverse = [0f32; L];
     for t in 0..T {
-        let scale = largest[t] * (1.0 / 32767.0);
+        let (scale, of_token) = scale(largest[t]);
         scales[t] = scale + poison[t];
-        // Of zeros, or of numbers so small that their scale is no longer one, zeros.
-        let of_token = if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
         inverse.iter_mut().skip(t).step_by(T).for_each(|inverse| *inverse = of_token);
     }
     inverse
+}
+
+/// A group's scale and its inverse, by its largest magnitude.
+#[inline(always)]
+pub fn scale(largest: f32) -> (f32, f32) {
+    let scale = largest * (1.0 / 32767.0);
+    // Of zeros, or of numbers so small that their scale is no longer one, zeros.
+    (scale, if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 })
+}
+
+/// One row, in planes.
+#[cfg(target_arch = "x86_64")]
+fn round_row(work: &GroupUnit<'_>) {
+    let GroupUnit { packed, grouped, unit: row } = *work;
+    let (tile, t) = grouped.tiling.place(row);
+    let (start, tokens) = grouped.tiling.tile(tile);
+    let groups = grouped.cols / grouped.group;
+    // SAFETY: one thread rounds a row; its columns were written before and are only read now. Planes are asked for only where the
+    // CPU has products of tiles, and AVX-512.
+    unsafe {
+        let planes = Planes { start: grouped.pairs.get().add(start * grouped.padded / 2).cast(), tokens };
+        let scales = grouped.scales.get().add(start * groups);
+        super::int16_tiles::round_row(packed.row(row), grouped.group, t, planes, scales);
+    }
 }

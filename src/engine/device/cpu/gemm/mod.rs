@@ -23,6 +23,8 @@ mod int16;
 mod int16_avx2;
 #[cfg(target_arch = "x86_64")]
 mod int16_avx512;
+#[cfg(target_arch = "x86_64")]
+mod int16_tiles;
 mod packed;
 mod peak;
 mod portable;
@@ -66,6 +68,8 @@ pub enum Arithmetic {
     F32Tiles,
     /// bf16 by products of tiles.
     Bf16Tiles,
+    /// int16 by products of tiles of bytes where there are rows enough, with the same bits.
+    Int16Tiles,
 }
 
 impl Arithmetic {
@@ -74,20 +78,44 @@ impl Arithmetic {
         Self::of_packings(math, isa, matrices.into_iter().map(|matrix| matrix.packing))
     }
 
+    /// For an input of which each product has a run of its own in int16 arithmetic: what that of its 4-bit matrices is multiplied by.
+    pub fn of_inputs<'m>(
+        math: CpuMath,
+        isa: Isa,
+        matrices: impl IntoIterator<Item = &'m Matrix> + Clone,
+    ) -> Self {
+        let is_int4 = |matrix: &&Matrix| matches!(matrix.packing, Packing::Int4 { .. });
+        if math == CpuMath::Int16 && matrices.clone().into_iter().any(|matrix| is_int4(&matrix)) {
+            return Self::of(math, isa, matrices.into_iter().filter(is_int4));
+        }
+        Self::of(math, isa, matrices)
+    }
+
     fn of_packings(math: CpuMath, isa: Isa, packings: impl IntoIterator<Item = Packing>) -> Self {
-        let dense = |packing: Packing| matches!(packing, Packing::F16 | Packing::Bf16);
-        let tiles = isa == Isa::Avx512 && isa::tile_products().bf16 && packings.into_iter().all(dense);
+        let (mut dense, mut int4) = (true, true);
+        for packing in packings {
+            dense &= matches!(packing, Packing::F16 | Packing::Bf16);
+            int4 &= fits_int16_tiles(packing);
+        }
+        let tiles = isa == Isa::Avx512 && isa::tile_products().bf16 && dense;
+        let int8_tiles = isa == Isa::Avx512 && isa::tile_products().int8 && int4;
         match math {
             CpuMath::F32 | CpuMath::Int16 if tiles => Self::F32Tiles,
             CpuMath::Bf16 if tiles => Self::Bf16Tiles,
             CpuMath::F32 => Self::F32,
             CpuMath::Bf16 if isa::has_fast_bf16() => Self::Bf16Pairs,
             CpuMath::Bf16 => Self::Bf16InF32,
+            CpuMath::Int16 if int8_tiles => Self::Int16Tiles,
             CpuMath::Int16 => Self::Int16,
         }
     }
 
     fn is_tiles(self) -> bool {
+        self.in_blocks() || self == Self::Int16Tiles
+    }
+
+    /// By products of tiles whose activations are packed as they read them.
+    fn in_blocks(self) -> bool {
         matches!(self, Self::F32Tiles | Self::Bf16Tiles)
     }
 
@@ -101,6 +129,17 @@ impl Arithmetic {
         // CPUs with AMX have an L2 of 2 MB, and their products outrun memory unless a panel meets many tokens.
         if self.is_tiles() { 1 << 20 } else { 384 << 10 }
     }
+}
+
+/// Whether products of tiles in int16 arithmetic take a matrix.
+#[cfg(target_arch = "x86_64")]
+fn fits_int16_tiles(packing: Packing) -> bool {
+    matches!(packing, Packing::Int4 { group, .. } if int16_tiles::fits(group))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn fits_int16_tiles(_: Packing) -> bool {
+    false
 }
 
 /// Elements of a tile's operand.
@@ -264,6 +303,7 @@ fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PAN
         (_, _, Arithmetic::F32Tiles) => Some(tile_rows::f32_of(packing)),
         #[cfg(target_arch = "x86_64")]
         (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::bf16_of()),
+        (_, _, Arithmetic::Int16Tiles) => None,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
@@ -357,7 +397,7 @@ pub fn max_tile(isa: Isa) -> usize {
 fn max_tile_of(isa: Isa, math: Arithmetic) -> usize {
     match math {
         Arithmetic::Int16 => max_tile(isa).min(int16::max_tokens(isa)),
-        Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => MAX_ROWS,
+        math if math.is_tiles() => MAX_ROWS,
         _ => max_tile(isa),
     }
 }
@@ -398,6 +438,10 @@ impl<'a> Product<'a> {
             (packing, Arithmetic::F32Tiles) => tiles::f32(packing),
             #[cfg(target_arch = "x86_64")]
             (_, Arithmetic::Bf16Tiles) => tiles::bf16(),
+            #[cfg(target_arch = "x86_64")]
+            (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Int16Tiles) => {
+                int16_tiles::tile(zero_points, bf16_scales)
+            }
             (Packing::F32, _) => dense(isa, Element::F32, tokens),
             (Packing::F16, _) => dense(isa, Element::F16, tokens),
             #[cfg(target_arch = "x86_64")]

@@ -31,7 +31,7 @@ impl Tiling {
 
     /// (tile, which of its rows) of a row.
     #[inline(always)]
-    fn place(&self, row: usize) -> (usize, usize) {
+    pub(super) fn place(&self, row: usize) -> (usize, usize) {
         let of_larger = self.larger * (self.small + 1);
         if row < of_larger {
             return (row / (self.small + 1), row % (self.small + 1));
@@ -60,6 +60,7 @@ pub struct Packed {
     pub cols: usize,
     /// Columns with padding to a pair, or to a block.
     padded: usize,
+    /// For int16 by tiles row by row, else column by column of a tile.
     values: Shared<f32>,
     pairs: Shared<u32>,
     /// bf16, a tile of T rows as [cols/32][pieces][T][32]. (A lone row lies so in f32, in `values`.)
@@ -80,7 +81,7 @@ impl Packed {
     /// Bytes of a value.
     fn element(&self) -> usize {
         match self.math {
-            Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 => 4,
+            Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 | Arithmetic::Int16Tiles => 4,
             Arithmetic::Bf16Pairs => 2,
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows == 1 => 4 * self.math.pieces(),
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
@@ -91,7 +92,13 @@ impl Packed {
 impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
     pub fn shape(&mut self, isa: Isa, math: Arithmetic, rows: usize, cols: usize) -> Result<Packed> {
-        let padded = cols.next_multiple_of(if math.is_tiles() { BLOCK } else { 2 });
+        #[cfg(target_arch = "x86_64")]
+        let math = match math {
+            // The bits are the same.
+            Arithmetic::Int16Tiles if rows < super::int16_tiles::FROM_ROWS => Arithmetic::Int16,
+            math => math,
+        };
+        let padded = cols.next_multiple_of(if math.in_blocks() { BLOCK } else { 2 });
         match math {
             Arithmetic::Bf16Pairs => self.pairs.reserve(rows * padded / 2)?,
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if rows == 1 => {
@@ -141,6 +148,13 @@ impl Packed {
                     self.write_values(tile, range, rounded);
                 }
                 Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, range, value),
+                Arithmetic::Int16Tiles => {
+                    let (start, tokens) = self.tiling.tile(tile);
+                    for t in 0..tokens {
+                        let row = self.values.part((start + t) * self.padded + first, columns);
+                        row.iter_mut().enumerate().for_each(|(i, out)| *out = value(t, i));
+                    }
+                }
                 Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
                     let (_, tokens) = self.tiling.tile(tile);
                     (0..tokens).for_each(|t| self.write_blocks(tile, t, range.clone(), |i| value(t, i)));
@@ -215,8 +229,12 @@ impl Packed {
             // SAFETY: promised by the caller.
             return unsafe { self.write_rows(unit, rows, stride) };
         }
-        let (tile, t) = self.tiling.place(unit);
         let row = &rows[..self.cols];
+        if self.math == Arithmetic::Int16Tiles {
+            // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
+            return unsafe { self.values.part(unit * self.padded, self.cols) }.copy_from_slice(row);
+        }
+        let (tile, t) = self.tiling.place(unit);
         // SAFETY: promised by the caller.
         unsafe { self.write_blocks(tile, t, 0..self.cols, |i| row[i]) };
     }
@@ -295,7 +313,7 @@ impl Packed {
     /// Tiles that a panel meets one after the other: as many as stay in a core's L2 while panels pass by.
     pub(super) fn block_tiles(&self) -> usize {
         let tiles = self.tiling.tiles;
-        let element = if self.math.is_tiles() { self.element() } else { 4 };
+        let element = if self.math.in_blocks() { self.element() } else { 4 };
         let tile_bytes = (self.tiling.rows * self.padded * element / tiles).max(1);
         let most = (self.math.activation_block_bytes() / tile_bytes).clamp(1, tiles);
         tiles.div_ceil(tiles.div_ceil(most))
@@ -307,9 +325,33 @@ impl Packed {
         if self.tiling.rows == 1 { panels.len() } else { self.tiling.tile(tile).1 }
     }
 
+    /// Stores all rows of a unit of column after column from another view of the same rows that holds them row by row.
+    ///
+    /// # Safety
+    /// No other thread writes this unit.
+    pub unsafe fn copy_unit(&self, unit: usize, from: &Self) {
+        let (start, _) = self.unit(unit);
+        // SAFETY: promised by the caller; nobody writes the rows read.
+        unsafe {
+            let rows = from.values.part(start * from.padded, (from.tiling.rows - start) * from.padded);
+            self.write_rows(unit, rows, from.padded);
+        }
+    }
+
+    /// A row of f32 activations that are held row by row; it has been written.
+    pub(super) fn row(&self, row: usize) -> &[f32] {
+        debug_assert_eq!(self.math, Arithmetic::Int16Tiles);
+        // SAFETY: inside `rows * padded` values, which nobody writes between the phases of a step.
+        unsafe { self.values.part(row * self.padded, self.cols) }
+    }
+
     /// Appends a row of f32 activations to `out`; the rows have been written.
     pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
         debug_assert!(!matches!(self.math, Arithmetic::Bf16Pairs | Arithmetic::Bf16Tiles));
+        if self.math == Arithmetic::Int16Tiles {
+            out.extend_from_slice(self.row(row));
+            return;
+        }
         if self.math.is_tiles() {
             let (tile, t) = self.tiling.place(row);
             let (start, tokens) = self.tiling.tile(tile);
