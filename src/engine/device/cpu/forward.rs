@@ -227,7 +227,7 @@ impl Forward<'_> {
         let started = self.trace.start();
         // Of an input held for products of tiles of bytes, matrices of other kinds take a copy in a run before.
         let alike = |matrix: &Matrix| {
-            packed.math() != Arithmetic::Int16Tiles || matches!(matrix.packing, Packing::Int4 { .. })
+            !packed.math().is_int16_tiles() || matches!(matrix.packing, Packing::Int4 { .. })
         };
         if !matrices.iter().all(alike) {
             let copy =

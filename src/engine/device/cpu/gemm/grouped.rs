@@ -48,7 +48,7 @@ pub fn group_of(packing: Packing, math: Arithmetic) -> Option<usize> {
     match packing {
         Packing::Int4 { group, zero_points, .. } => match math {
             Arithmetic::Int16 if int16::fits(group) => Some(group),
-            Arithmetic::Int16Tiles => Some(group),
+            Arithmetic::Int16Tiles { .. } => Some(group),
             Arithmetic::Bf16Pairs => None,
             _ => zero_points.then_some(group),
         },
@@ -61,7 +61,7 @@ impl GroupedActivations {
     pub fn shape(&mut self, packed: &Packed, group: usize) -> Result<Grouped> {
         let (tiling, cols) = (packed.tiling, packed.cols);
         debug_assert!(group.is_multiple_of(8) && cols.is_multiple_of(group));
-        let planes = packed.math() == Arithmetic::Int16Tiles;
+        let planes = packed.math().is_int16_tiles();
         let integers = planes || packed.math() == Arithmetic::Int16 && int16::fits(group);
         let groups = tiling.rows * cols / group;
         let mut padded = cols;

@@ -1,4 +1,4 @@
-//! Products of [`super::int16`] by tiles of AMX, from [`FROM_ROWS`] tokens on: the same integers, the same float operations in the
+//! Products of [`super::int16`] by tiles of AMX, for a few tokens and more: the same integers, the same float operations in the
 //! same order, so the same bits.
 //!
 //! A 16-bit activation is 256 a + b, a signed and b unsigned, and a weight less its zero point is a signed 8-bit integer: two
@@ -15,8 +15,6 @@ use super::amx::{TILE_ROWS, configure, load, multiply_i8, multiply_u8_i8, store,
 use super::avx512::{load as widen, prefetch_group, prefetch_pair};
 use super::{Tile, TileFn};
 
-/// Rows of activations from which products of tiles are used: with fewer, AVX512-VNNI's tiles are as fast as memory.
-pub const FROM_ROWS: usize = 4;
 /// Columns of one product of tiles.
 pub const BLOCK_COLUMNS: usize = 64;
 /// Bytes of one token's part of a block, of `a` or of `b`.
@@ -29,9 +27,14 @@ const PART_BLOCKS: usize = 8;
 /// Sums of a group: `a` and `b` of both halves, [4][16 tokens][16 rows].
 const SUMS: usize = 4 * TILE_ROWS * 16;
 
-/// Whether these functions multiply matrices of such groups.
-pub fn fits(group: usize) -> bool {
-    group == 32 || group.is_multiple_of(BLOCK_COLUMNS) && group <= PART_BLOCKS * BLOCK_COLUMNS
+/// From how many rows of activations on matrices of such groups are multiplied so, if they can be: with fewer, AVX512-VNNI's tiles
+/// are as fast, since of few tokens and small groups moving the sums from tiles to memory takes most of the time.
+pub fn from_rows(group: usize) -> Option<usize> {
+    match group {
+        32 => Some(8),
+        _ if group.is_multiple_of(BLOCK_COLUMNS) && group <= PART_BLOCKS * BLOCK_COLUMNS => Some(4),
+        _ => None,
+    }
 }
 
 pub fn tile(zero_points: bool, bf16_scales: bool) -> TileFn {
@@ -238,13 +241,16 @@ impl Panel<'_> {
         }
     }
 
-    /// Adds an unpacked block, from line `line` on, times 16 tokens from `t` on to tiles 0 to 3.
+    /// Adds an unpacked block, from line `line` on, times 16 tokens from `t` on to tiles 0 to 3. Line 0 comes first of a block: the
+    /// activations stay in their tiles for the other.
     #[inline(always)]
     unsafe fn multiply(&self, block: usize, unpacked: *const u8, line: usize, t: usize) {
         // SAFETY: the thread's tiles are configured; 16 lines of each operand can be read.
         unsafe {
-            load::<4>(self.planes.at(block, 0, t), LINE);
-            load::<5>(self.planes.at(block, 1, t), LINE);
+            if line == 0 {
+                load::<4>(self.planes.at(block, 0, t), LINE);
+                load::<5>(self.planes.at(block, 1, t), LINE);
+            }
             load::<6>(unpacked.add(line * LINE), LINE);
             load::<7>(unpacked.add((HALF_LINES + line) * LINE), LINE);
             multiply_i8::<0, 4, 6>();

@@ -68,8 +68,10 @@ pub enum Arithmetic {
     F32Tiles,
     /// bf16 by products of tiles.
     Bf16Tiles,
-    /// int16 by products of tiles of bytes where there are rows enough, with the same bits.
-    Int16Tiles,
+    /// int16 by products of tiles of bytes where there are `from_rows` rows, with the same bits.
+    Int16Tiles {
+        from_rows: usize,
+    },
 }
 
 impl Arithmetic {
@@ -92,10 +94,12 @@ impl Arithmetic {
     }
 
     fn of_packings(math: CpuMath, isa: Isa, packings: impl IntoIterator<Item = Packing>) -> Self {
-        let (mut dense, mut int4) = (true, true);
+        let (mut dense, mut int4, mut from_rows) = (true, true, 0);
         for packing in packings {
             dense &= matches!(packing, Packing::F16 | Packing::Bf16);
-            int4 &= fits_int16_tiles(packing);
+            let from = int16_tiles_from_rows(packing);
+            int4 &= from.is_some();
+            from_rows = from_rows.max(from.unwrap_or(0));
         }
         let tiles = isa == Isa::Avx512 && isa::tile_products().bf16 && dense;
         let int8_tiles = isa == Isa::Avx512 && isa::tile_products().int8 && int4;
@@ -105,13 +109,17 @@ impl Arithmetic {
             CpuMath::F32 => Self::F32,
             CpuMath::Bf16 if isa::has_fast_bf16() => Self::Bf16Pairs,
             CpuMath::Bf16 => Self::Bf16InF32,
-            CpuMath::Int16 if int8_tiles => Self::Int16Tiles,
+            CpuMath::Int16 if int8_tiles => Self::Int16Tiles { from_rows },
             CpuMath::Int16 => Self::Int16,
         }
     }
 
     fn is_tiles(self) -> bool {
-        self.in_blocks() || self == Self::Int16Tiles
+        self.in_blocks() || self.is_int16_tiles()
+    }
+
+    pub fn is_int16_tiles(self) -> bool {
+        matches!(self, Self::Int16Tiles { .. })
     }
 
     /// By products of tiles whose activations are packed as they read them.
@@ -131,15 +139,18 @@ impl Arithmetic {
     }
 }
 
-/// Whether products of tiles in int16 arithmetic take a matrix.
+/// From how many rows on a matrix is multiplied by tiles of bytes in int16 arithmetic, if it can be.
 #[cfg(target_arch = "x86_64")]
-fn fits_int16_tiles(packing: Packing) -> bool {
-    matches!(packing, Packing::Int4 { group, .. } if int16_tiles::fits(group))
+fn int16_tiles_from_rows(packing: Packing) -> Option<usize> {
+    match packing {
+        Packing::Int4 { group, .. } => int16_tiles::from_rows(group),
+        _ => None,
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn fits_int16_tiles(_: Packing) -> bool {
-    false
+fn int16_tiles_from_rows(_: Packing) -> Option<usize> {
+    None
 }
 
 /// Elements of a tile's operand.
@@ -303,7 +314,7 @@ fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PAN
         (_, _, Arithmetic::F32Tiles) => Some(tile_rows::f32_of(packing)),
         #[cfg(target_arch = "x86_64")]
         (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::bf16_of()),
-        (_, _, Arithmetic::Int16Tiles) => None,
+        (_, _, Arithmetic::Int16Tiles { .. }) => None,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
         #[cfg(target_arch = "x86_64")]
@@ -439,7 +450,7 @@ impl<'a> Product<'a> {
             #[cfg(target_arch = "x86_64")]
             (_, Arithmetic::Bf16Tiles) => tiles::bf16(),
             #[cfg(target_arch = "x86_64")]
-            (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Int16Tiles) => {
+            (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Int16Tiles { .. }) => {
                 int16_tiles::tile(zero_points, bf16_scales)
             }
             (Packing::F32, _) => dense(isa, Element::F32, tokens),

@@ -81,7 +81,7 @@ impl Packed {
     /// Bytes of a value.
     fn element(&self) -> usize {
         match self.math {
-            Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 | Arithmetic::Int16Tiles => 4,
+            Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 | Arithmetic::Int16Tiles { .. } => 4,
             Arithmetic::Bf16Pairs => 2,
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows == 1 => 4 * self.math.pieces(),
             Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
@@ -92,10 +92,9 @@ impl Packed {
 impl Activations {
     /// Room for `rows` rows of `cols` columns; contents are whatever they were.
     pub fn shape(&mut self, isa: Isa, math: Arithmetic, rows: usize, cols: usize) -> Result<Packed> {
-        #[cfg(target_arch = "x86_64")]
         let math = match math {
             // The bits are the same.
-            Arithmetic::Int16Tiles if rows < super::int16_tiles::FROM_ROWS => Arithmetic::Int16,
+            Arithmetic::Int16Tiles { from_rows } if rows < from_rows => Arithmetic::Int16,
             math => math,
         };
         let padded = cols.next_multiple_of(if math.in_blocks() { BLOCK } else { 2 });
@@ -148,7 +147,7 @@ impl Packed {
                     self.write_values(tile, range, rounded);
                 }
                 Arithmetic::F32 | Arithmetic::Int16 => self.write_values(tile, range, value),
-                Arithmetic::Int16Tiles => {
+                Arithmetic::Int16Tiles { .. } => {
                     let (start, tokens) = self.tiling.tile(tile);
                     for t in 0..tokens {
                         let row = self.values.part((start + t) * self.padded + first, columns);
@@ -230,7 +229,7 @@ impl Packed {
             return unsafe { self.write_rows(unit, rows, stride) };
         }
         let row = &rows[..self.cols];
-        if self.math == Arithmetic::Int16Tiles {
+        if self.math.is_int16_tiles() {
             // SAFETY: inside `rows * padded` values; disjointness is the caller's promise.
             return unsafe { self.values.part(unit * self.padded, self.cols) }.copy_from_slice(row);
         }
@@ -340,7 +339,7 @@ impl Packed {
 
     /// A row of f32 activations that are held row by row; it has been written.
     pub(super) fn row(&self, row: usize) -> &[f32] {
-        debug_assert_eq!(self.math, Arithmetic::Int16Tiles);
+        debug_assert!(self.math.is_int16_tiles());
         // SAFETY: inside `rows * padded` values, which nobody writes between the phases of a step.
         unsafe { self.values.part(row * self.padded, self.cols) }
     }
@@ -348,7 +347,7 @@ impl Packed {
     /// Appends a row of f32 activations to `out`; the rows have been written.
     pub fn read_row(&self, row: usize, out: &mut Vec<f32>) {
         debug_assert!(!matches!(self.math, Arithmetic::Bf16Pairs | Arithmetic::Bf16Tiles));
-        if self.math == Arithmetic::Int16Tiles {
+        if self.math.is_int16_tiles() {
             out.extend_from_slice(self.row(row));
             return;
         }
