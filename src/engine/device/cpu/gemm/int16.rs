@@ -4,6 +4,7 @@
 //! at most 2^-16 of the group's largest. A product is then, group after group in ascending order,
 //!   total = (weight scale * scale) * (sum of q i - zero * sum of i) + total,
 //! both sums exact in 32 bits. Integer sums have no order, so every instruction set and tile gives the same bits.
+//! That holds for tiles of AMX as well (`int16_tiles.rs`), which multiply many rows.
 //! One instruction multiplies and adds two 16-bit columns in each lane, twice what a multiply-add of floats does, and a
 //! nibble is an operand as it is, without becoming a float.
 
