@@ -3,7 +3,8 @@
 //! In a panel the 32 rows of a column lie side by side, so that a kernel multiplies one broadcast activation with two
 //! registers of 16 rows and never adds across lanes. Each output is then one chain of multiply-adds over the columns in
 //! ascending order, for every batch size and instruction set: that is why a row of a batch has the same bits whatever
-//! else is in the batch. (AMX adds up otherwise, but likewise alike for every batch size: `gemm/tiles.rs`.) A panel is read front to back, and the panels of a thread follow each other in memory.
+//! else is in the batch. (AMX adds up otherwise: `gemm/tiles.rs`.) A panel is read
+//! front to back, and the panels of a thread follow each other in memory.
 //!
 //! | packing | a panel holds |
 //! |---|---|

@@ -5,8 +5,9 @@
 //! of memory; with twelve, 24 multiply-adds for 14 loads, which is bound by the multipliers. Every tile size adds in the
 //! same order (see `matrix.rs`), so how tokens are grouped into tiles never shows in a result.
 //!
-//! Where the CPU has AMX, matrices of f16 and bf16 are multiplied by its tiles instead, in both arithmetics (`tiles.rs`): other
-//! bits than a chain's, but again the same for every number of tokens.
+//! Where the CPU has AMX, matrices of f16 and bf16 are multiplied by its tiles instead (`tiles.rs`): in bf16 arithmetic always, so
+//! that again every number of tokens gives the same bits, and in f32 from [`F32_TILES_FROM_ROWS`] rows on. There a row's last
+//! bits tell whether it was computed among fewer or more.
 //!
 //! The tiles of this file serve attention too: 16 keys of a cache tile are half a panel with head_dim columns, and the values of a
 //! block are a panel whose columns are tokens.
@@ -55,6 +56,10 @@ const MAX_ROWS: usize = tiles::MAX_TOKENS;
 #[cfg(not(target_arch = "x86_64"))]
 const MAX_ROWS: usize = MAX_TILE;
 
+/// Rows from which on f32 arithmetic takes products of tiles: a tile costs the same for one row as for 16, and with fewer than this
+/// multiply-adds leave memory less to wait for (docs/perf-log.md, "AMX on Intel").
+const F32_TILES_FROM_ROWS: usize = 9;
+
 /// How products are computed: what [`CpuMath`] asks for, as this CPU does it fastest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
@@ -64,8 +69,11 @@ pub enum Arithmetic {
     /// The same operands, rounded to bf16, by multiply-adds of f32.
     Bf16InF32,
     Int16,
-    /// f32 by products of tiles of bf16 (AMX), operands split exactly. Made by [`Arithmetic::of`] alone, as the next.
-    F32Tiles,
+    /// f32 by products of tiles of bf16 (AMX) where there are `from_rows` rows, operands split exactly; by multiply-adds below.
+    /// Made by [`Arithmetic::of`] alone, as the next.
+    F32Tiles {
+        from_rows: usize,
+    },
     /// bf16 by products of tiles.
     Bf16Tiles,
     /// int16 by products of tiles of bytes where there are `from_rows` rows, with the same bits.
@@ -75,7 +83,7 @@ pub enum Arithmetic {
 }
 
 impl Arithmetic {
-    /// For products of one input with all of `matrices`. It depends on them and the CPU alone, never on how many rows there are.
+    /// For products of one input with all of `matrices`, whatever its rows.
     pub fn of<'m>(math: CpuMath, isa: Isa, matrices: impl IntoIterator<Item = &'m Matrix>) -> Self {
         Self::of_packings(math, isa, matrices.into_iter().map(|matrix| matrix.packing))
     }
@@ -104,7 +112,7 @@ impl Arithmetic {
         let tiles = isa == Isa::Avx512 && isa::tile_products().bf16 && dense;
         let int8_tiles = isa == Isa::Avx512 && isa::tile_products().int8 && int4;
         match math {
-            CpuMath::F32 | CpuMath::Int16 if tiles => Self::F32Tiles,
+            CpuMath::F32 | CpuMath::Int16 if tiles => Self::F32Tiles { from_rows: F32_TILES_FROM_ROWS },
             CpuMath::Bf16 if tiles => Self::Bf16Tiles,
             CpuMath::F32 => Self::F32,
             CpuMath::Bf16 if isa::has_fast_bf16() => Self::Bf16Pairs,
@@ -124,12 +132,12 @@ impl Arithmetic {
 
     /// By products of tiles whose activations are packed as they read them.
     fn in_blocks(self) -> bool {
-        matches!(self, Self::F32Tiles | Self::Bf16Tiles)
+        matches!(self, Self::F32Tiles { .. } | Self::Bf16Tiles)
     }
 
     /// Numbers of bf16 for each activation, in products of tiles.
     fn pieces(self) -> usize {
-        if self == Self::F32Tiles { 3 } else { 1 }
+        if matches!(self, Self::F32Tiles { .. }) { 3 } else { 1 }
     }
 
     /// Bytes of packed activations that should stay in a core's L2 while panels pass by.
@@ -182,7 +190,7 @@ pub struct Tile {
     /// T; functions that were chosen for a T do not look at it.
     pub tokens: usize,
     /// [cols][T] f32; for pairs of bf16 [cols/2][T] of them, for int16 [cols/2][T] pairs of integers, for products of tiles
-    /// [cols/32][pieces][T][32] bf16, or f32 for a lone row.
+    /// [cols/32][pieces][T][32] bf16, or f32 for a lone row in bf16 arithmetic.
     pub x: *const f32,
     /// Of int16 arithmetic, [groups][T] scales and sums of the integers.
     pub x_scales: *const f32,
@@ -311,9 +319,8 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
 fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
     match (isa, packing, math) {
         #[cfg(target_arch = "x86_64")]
-        (_, _, Arithmetic::F32Tiles) => Some(tile_rows::f32_of(packing)),
-        #[cfg(target_arch = "x86_64")]
-        (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::bf16_of()),
+        (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::of()),
+        (_, _, Arithmetic::F32Tiles { .. }) => None,
         (_, _, Arithmetic::Int16Tiles { .. }) => None,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Packing::F32, _) => Some(avx512::rows_of(Element::F32)),
@@ -362,7 +369,7 @@ pub fn multiply_add_flops(isa: Isa, math: Arithmetic) -> usize {
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, Arithmetic::Bf16Pairs) => 4 * 16 * avx512::ROUND_SUMS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => {
+        (Isa::Avx512, Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles) => {
             2 * 16 * 16 * 32 * tiles::ROUND_PRODUCTS
         }
         (Isa::Avx2, _) => 2 * 8 * 12,
@@ -387,7 +394,9 @@ pub fn multiply_add_rounds(isa: Isa, math: Arithmetic, rounds: usize) -> f32 {
         (Isa::Avx512, Arithmetic::Bf16Pairs) => unsafe { avx512::bf16_rounds(rounds) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Arithmetic::F32Tiles | Arithmetic::Bf16Tiles) => unsafe { tiles::rounds(rounds) },
+        (Isa::Avx512, Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles) => unsafe {
+            tiles::rounds(rounds)
+        },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, _) => unsafe { avx2::rounds(rounds) },
@@ -446,7 +455,7 @@ impl<'a> Product<'a> {
         let integers = grouped.is_some_and(|grouped| grouped.integers);
         let choose = |tokens: usize| match (matrix.packing, packed.math()) {
             #[cfg(target_arch = "x86_64")]
-            (packing, Arithmetic::F32Tiles) => tiles::f32(packing),
+            (packing, Arithmetic::F32Tiles { .. }) => tiles::f32(packing),
             #[cfg(target_arch = "x86_64")]
             (_, Arithmetic::Bf16Tiles) => tiles::bf16(),
             #[cfg(target_arch = "x86_64")]

@@ -63,7 +63,7 @@ pub struct Packed {
     /// For int16 by tiles row by row, else column by column of a tile.
     values: Shared<f32>,
     pairs: Shared<u32>,
-    /// bf16, a tile of T rows as [cols/32][pieces][T][32]. (A lone row lies so in f32, in `values`.)
+    /// bf16, a tile of T rows as [cols/32][pieces][T][32]. (A lone row in bf16 arithmetic lies so in f32, in `values`.)
     blocks: Shared<u16>,
     math: Arithmetic,
 }
@@ -83,8 +83,8 @@ impl Packed {
         match self.math {
             Arithmetic::F32 | Arithmetic::Bf16InF32 | Arithmetic::Int16 | Arithmetic::Int16Tiles { .. } => 4,
             Arithmetic::Bf16Pairs => 2,
-            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows == 1 => 4 * self.math.pieces(),
-            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
+            Arithmetic::Bf16Tiles if self.tiling.rows == 1 => 4,
+            Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles => 2 * self.math.pieces(),
         }
     }
 }
@@ -95,15 +95,14 @@ impl Activations {
         let math = match math {
             // The bits are the same.
             Arithmetic::Int16Tiles { from_rows } if rows < from_rows => Arithmetic::Int16,
+            Arithmetic::F32Tiles { from_rows } if rows < from_rows => Arithmetic::F32,
             math => math,
         };
         let padded = cols.next_multiple_of(if math.in_blocks() { BLOCK } else { 2 });
         match math {
             Arithmetic::Bf16Pairs => self.pairs.reserve(rows * padded / 2)?,
-            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if rows == 1 => {
-                self.values.reserve(padded * math.pieces())?;
-            }
-            Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+            Arithmetic::Bf16Tiles if rows == 1 => self.values.reserve(padded)?,
+            Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles => {
                 self.blocks.reserve(rows * padded * math.pieces() + BLOCK_SLACK)?;
             }
             _ => self.values.reserve(rows * padded)?,
@@ -154,7 +153,7 @@ impl Packed {
                         row.iter_mut().enumerate().for_each(|(i, out)| *out = value(t, i));
                     }
                 }
-                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles => {
+                Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles => {
                     let (_, tokens) = self.tiling.tile(tile);
                     (0..tokens).for_each(|t| self.write_blocks(tile, t, range.clone(), |i| value(t, i)));
                 }
@@ -195,7 +194,7 @@ impl Packed {
                 let at = at + piece * tokens * BLOCK;
                 // SAFETY: inside `rows * padded * pieces` values; disjointness is the caller's promise.
                 unsafe {
-                    if self.tiling.rows == 1 {
+                    if pieces == 1 && self.tiling.rows == 1 {
                         let out = self.values.part(at, BLOCK);
                         out.iter_mut().zip(bits).for_each(|(out, bits)| *out = f32::from_bits(bits));
                     } else {
@@ -359,12 +358,7 @@ impl Packed {
                 let piece = |piece: usize| {
                     let at = at + piece * tokens * BLOCK;
                     // SAFETY: as below.
-                    unsafe {
-                        match self.tiling.rows {
-                            1 => self.values.part(at, 1)[0],
-                            _ => f32::from_bits(u32::from(self.blocks.part(at, 1)[0]) << 16),
-                        }
-                    }
+                    f32::from_bits(u32::from(unsafe { self.blocks.part(at, 1) }[0]) << 16)
                 };
                 out.push(piece(0) + piece(1) + piece(2));
             }
@@ -387,7 +381,8 @@ impl Packed {
         unsafe {
             match self.math {
                 Arithmetic::Bf16Pairs => self.pairs.get().add(start * self.padded / 2).cast(),
-                Arithmetic::F32Tiles | Arithmetic::Bf16Tiles if self.tiling.rows > 1 => {
+                Arithmetic::Bf16Tiles if self.tiling.rows == 1 => self.values.get().cast_const(),
+                Arithmetic::F32Tiles { .. } | Arithmetic::Bf16Tiles => {
                     self.blocks.get().add(start * self.padded * self.math.pieces()).cast()
                 }
                 _ => self.values.get().add(start * self.padded),

@@ -30,7 +30,7 @@ pub struct Peak {
 fn tile_products(math: CpuMath, isa: Isa, packing: Packing) -> Option<usize> {
     match Arithmetic::of_packings(math, isa, [packing]) {
         #[cfg(target_arch = "x86_64")]
-        Arithmetic::F32Tiles => super::tiles::products_in_f32(packing),
+        Arithmetic::F32Tiles { .. } => super::tiles::products_in_f32(packing),
         // Of bytes a product takes twice the columns, and int16 arithmetic two of them.
         Arithmetic::Bf16Tiles | Arithmetic::Int16Tiles { .. } => Some(1),
         _ => None,

@@ -8,11 +8,12 @@
 //! which leaves out c l, at most 2^-24 of x w. Each of these adds up even and odd columns in order, then both, then the sum (see
 //! `amx.rs`): fewer roundings than a chain of multiply-adds has, so errors are those of f32 or less.
 //!
-//! A lone row is bound by memory, and products of tiles leave memory waiting. Multiply-adds of vectors make the same sums in the same
-//! order, so that it has the same bits (`tile_rows.rs`; but for numbers below the normal range, which tiles take for zero).
-//!
 //! A row's sums are the same whatever other rows a tile holds, and blocks of columns are taken in ascending order at every
-//! number of tokens: the bits of a row do not depend on its company, one row alone included.
+//! number of tokens: the bits of a row do not depend on its company.
+//!
+//! A lone row is bound by memory, and products of tiles leave memory waiting: in bf16 arithmetic multiply-adds of vectors make the same
+//! sums in the same order (`tile_rows.rs`). In f32 they would be ten where a chain is two, so few rows are multiplied without
+//! tiles there, in other bits.
 //!
 //! Up to 32 tokens all sums stay in tiles while the panel streams by once, and a block of f16 weights is split one block ahead
 //! of its use, between the products of another: the two need different units. With more tokens, up to [`MAX_TOKENS`], the panel is
@@ -50,8 +51,8 @@ const SPLIT_AHEAD: usize = 2;
 
 /// The kind of product.
 pub(super) const BF16: u8 = 0;
-pub(super) const F32_OF_BF16: u8 = 1;
-pub(super) const F32_OF_F16: u8 = 2;
+const F32_OF_BF16: u8 = 1;
+const F32_OF_F16: u8 = 2;
 
 /// Products of tiles for one multiplication of f32 arithmetic, by what the weights are; `None`: not multiplied so.
 pub fn products_in_f32(packing: Packing) -> Option<usize> {
@@ -73,7 +74,7 @@ pub fn f32(packing: Packing) -> TileFn {
 }
 
 /// Pieces of an activation, which lie one after the other in a block of columns: [pieces][tokens][32].
-pub(super) const fn pieces(kind: u8) -> usize {
+const fn pieces(kind: u8) -> usize {
     if kind == BF16 { 1 } else { 3 }
 }
 
