@@ -28,7 +28,7 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         u32 unit = min(blockIdx.x * UNITS + u, units - 1); // past the end: repeated, never stored
-        from[u] = p.w + (u64)unit * blocks * 512 + lane * 16;
+        from[u] = p.w + (u64)unit * blocks * 512 + lane_place();
         scales_of[u] = unit * groups * 8 + group;
     }
     auto load = [&](Stage &to, u32 stage) {
@@ -57,7 +57,7 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
     float acc[UNITS][4];
 #pragma unroll
     for (int u = 0; u < UNITS; u++) acc[u][0] = acc[u][1] = acc[u][2] = acc[u][3] = 0.0f;
-    auto multiply = [&](const Stage &w, const uint4 (&x)[4]) {
+    auto multiply = [&](const Stage &w, const uint4 (&loaded)[4]) {
         const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll
         for (int s = 0; s < SCALES; s++) {
@@ -66,15 +66,16 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
             for (int u = 0; u < UNITS; u++) sum[u][0] = sum[u][1] = sum[u][2] = sum[u][3] = 0.0f;
 #pragma unroll
             for (int q = s * 4 / SCALES; q < (s + 1) * 4 / SCALES; q++) {
-                mma_16x8x16(of_x, ones, x[q].x, x[q].y);
-                mma_16x8x16(of_x, ones, x[q].z, x[q].w);
+                uint4 x = spread(loaded[q]);
+                mma_16x8x16(of_x, ones, x.x, x.y);
+                mma_16x8x16(of_x, ones, x.z, x.w);
 #pragma unroll
                 for (int u = 0; u < UNITS; u++) {
                     u32 a[4];
                     unpack_offset(word_of(w.words[u][q / 2], q % 2), a);
-                    mma_16x8x16(sum[u], a, x[q].x, x[q].y);
+                    mma_16x8x16(sum[u], a, x.x, x.y);
                     unpack_offset(word_of(w.words[u][q / 2], q % 2 + 2), a);
-                    mma_16x8x16(sum[u], a, x[q].z, x[q].w);
+                    mma_16x8x16(sum[u], a, x.z, x.w);
                 }
             }
 #pragma unroll
@@ -120,7 +121,7 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
 
 #ifndef STREAM_KERNELS
 extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8(const __grid_constant__ Product p) { int4_stream<2, 8, 2, 1>(p); }
-extern "C" __global__ void __launch_bounds__(128, 6) int4_stream_8_short(const __grid_constant__ Product p) { int4_stream<1, 4, 2, 1>(p); }
+extern "C" __global__ void __launch_bounds__(128, 5) int4_stream_8_short(const __grid_constant__ Product p) { int4_stream<1, 4, 2, 1>(p); }
 extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_8_small_groups(const __grid_constant__ Product p) { int4_stream<1, 8, 2, 4>(p); }
 #endif
 
@@ -137,7 +138,7 @@ struct Int4Weights {
     // A lane's place: its words, and the scales follow from it.
     DEVICE u32 step_bytes(const Product &) { return 512; }
     DEVICE const u8 *start(const Product &p, u32 unit, u32 block) {
-        return p.w + ((u64)unit * (p.k / COLS) + block) * 512 + (threadIdx.x & 31) * 16;
+        return p.w + ((u64)unit * (p.k / COLS) + block) * 512 + lane_place();
     }
     DEVICE void load(const Product &p, Tile &tile, const u8 *from) {
         tile.words = load_streaming(from);
@@ -169,8 +170,9 @@ struct Int4Weights {
             unpack(word_of(w.words, half + 2), zeros, b);
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                mma_16x8x16(sum[t], a, x[t][half].x, x[t][half].y);
-                mma_16x8x16(sum[t], b, x[t][half].z, x[t][half].w);
+                uint4 columns = spread(x[t][half]);
+                mma_16x8x16(sum[t], a, columns.x, columns.y);
+                mma_16x8x16(sum[t], b, columns.z, columns.w);
             }
         };
         Zeros zeros(w.zeros);
@@ -194,15 +196,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) int4_stream_32(const __grid
 
 // ---- many rows ----
 
-// A tile of ROWS rows of x by 128 rows of W, 64 columns of k at a time through a ring of stages. x is the A operand in the
-// packing's order of k (16-byte chunk c of a row at c ^ 4 * (row & 1)); W is the B operand, a unit being two tiles of eight
-// of its rows, made fp16 (scale included) in registers. Warps are 2 (rows of x) by 4 (rows of W).
+// A tile of ROWS rows of x by 128 rows of W, 64 columns of k at a time through a ring of stages. x is the A operand (16-byte chunks
+// at `tile_place`); W is the B operand, a unit being two tiles of eight of its rows, made fp16 (scale included) in registers.
+// Warps are 2 (rows of x) by 4 (rows of W).
 #define INT4_STAGES 4
 
 template <int ROWS> DEVICE void int4_tile(const Product &p) {
     extern __shared__ __align__(128) u8 shared[];
     constexpr int MT = ROWS / 32, X_BYTES = ROWS * 128, STAGE = X_BYTES + 8 * 512;
-    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1, group = lane >> 2, pair = lane & 3;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1;
     u32 row0 = blockIdx.x * ROWS, unit0 = blockIdx.y * 8, units = p.n / UNIT, blocks = p.k / 64;
     u32 begin = blocks * blockIdx.z / p.parts, end = blocks * (blockIdx.z + 1) / p.parts;
     u32 base = shared_address(shared);
@@ -216,8 +218,7 @@ template <int ROWS> DEVICE void int4_tile(const Product &p) {
             for (u32 i = 0; i < ROWS * 8 / 256; i++) {
                 u32 row = threadIdx.x / 8 + i * 32, chunk = threadIdx.x & 7;
                 bool valid = row0 + row < p.rows;
-                copy_async_16(to + row * 128 + (chunk ^ ((row & 1) << 2)) * 16,
-                              p.x + (valid ? (u64)(row0 + row) * p.k + block * 64 + chunk * 8 : 0), valid);
+                copy_async_16(to + tile_place(row, chunk), p.x + (valid ? (u64)(row0 + row) * p.k + block * 64 + chunk * 8 : 0), valid);
             }
             u32 unit = min(unit0 + warp, units - 1); // past the end: repeated, never stored
             copy_async_16(to + X_BYTES + threadIdx.x * 16, p.w + ((u64)unit * blocks + block) * 512 + lane * 16);
@@ -247,36 +248,26 @@ template <int ROWS> DEVICE void int4_tile(const Product &p) {
         copy_async_wait<INT4_STAGES - 2>();
         __syncthreads();
         fill(block + INT4_STAGES - 1);
-        const u8 *stage = shared + (block - begin) % INT4_STAGES * STAGE;
+        u32 at_x = (block - begin) % INT4_STAGES * STAGE;
+        const u8 *at_w = shared + at_x + X_BYTES;
         uint4 words[2];
 #pragma unroll
-        for (int u = 0; u < 2; u++) words[u] = *(const uint4 *)(stage + X_BYTES + (wn * 2 + u) * 512 + lane * 16);
+        for (int u = 0; u < 2; u++) words[u] = *(const uint4 *)(at_w + (wn * 2 + u) * 512 + lane_place());
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 x[MT][2];
+        for (u32 i = 0; i < 4; i++) { // 16 columns
+            u32 a[MT][4];
 #pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    u32 row = wm * (ROWS / 2) + m * 16 + h * 8 + group;
-                    x[m][h] = *(const uint4 *)(stage + row * 128 + ((half * 4 + pair) ^ ((row & 1) << 2)) * 16);
-                }
+            for (int m = 0; m < MT; m++) load_matrix_x4(a[m], base + at_x + tile_place(wm * (ROWS / 2) + m * 16 + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
             for (int u = 0; u < 2; u++) {
-                Zeros z(zeros[u][half]);
+                u32 b[4];
+                unpack(word_of(words[u], i / 2 + i % 2 * 2), Zeros(zeros[u][i / 2]), b);
 #pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    u32 b[4];
-                    unpack(word_of(words[u], half + 2 * odd), z, b);
+                for (int j = 0; j < 4; j++) b[j] = mul_half2(b[j], scale[u][i / 2][j & 1]);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) b[j] = mul_half2(b[j], scale[u][half][j & 1]);
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        u32 a[4] = {odd ? x[m][0].z : x[m][0].x, odd ? x[m][1].z : x[m][1].x, odd ? x[m][0].w : x[m][0].y,
-                                    odd ? x[m][1].w : x[m][1].y};
-                        mma_16x8x16(acc[m][2 * u], a, b[0], b[2]);
-                        mma_16x8x16(acc[m][2 * u + 1], a, b[1], b[3]);
-                    }
+                for (int m = 0; m < MT; m++) {
+                    mma_16x8x16(acc[m][2 * u], a[m], b[0], b[2]);
+                    mma_16x8x16(acc[m][2 * u + 1], a[m], b[1], b[3]);
                 }
             }
         }
@@ -288,8 +279,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) int4_tile_64(const __grid_c
 extern "C" __global__ void __launch_bounds__(256, 1) int4_tile_128(const __grid_constant__ Product p) { int4_tile<128>(p); }
 
 // In one piece: the compiler would make four stores of it.
-DEVICE void store_16(void *to, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+DEVICE void store_16(void *to, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // fp16 [n, k], row-major, from the packing: a warp a block, one lane's 16 bytes a thread. Bytes: 2.5 a weight. grid (ceil(k / 64 / 8),
@@ -301,7 +292,7 @@ KERNEL int4_expand(const u8 *w, const u8 *scales, f16 *to, u32 n, u32 k, u32 gro
     if (block >= blocks) return;
     Product p = {};
     p.scales = scales, p.n = n, p.k = k, p.group = group, p.zero_points = zero_points;
-    uint4 words = load_streaming(w + ((u64)unit * blocks + block) * 512 + lane * 16);
+    uint4 words = load_streaming(w + ((u64)unit * blocks + block) * 512 + lane_place());
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u64 at = scale_at(p, unit, block * 64 + half * 32);
@@ -314,8 +305,8 @@ KERNEL int4_expand(const u8 *w, const u8 *scales, f16 *to, u32 n, u32 k, u32 gro
             for (int j = 0; j < 4; j++) a[odd][j] = mul_half2(a[odd][j], (j & 1 ? both >> 16 : both & 0xffff) * 0x00010001u);
         }
         f16 *row = to + (u64)(unit * 16 + lane / 4) * k + block * 64 + half * 32 + lane % 4 * 8;
-        store_16(row, a[0][0], a[0][2], a[1][0], a[1][2]);
-        store_16(row + 8 * (u64)k, a[0][1], a[0][3], a[1][1], a[1][3]);
+        store_16(row, spread(make_uint4(a[0][0], a[0][2], a[1][0], a[1][2])));
+        store_16(row + 8 * (u64)k, spread(make_uint4(a[0][1], a[0][3], a[1][1], a[1][3])));
     }
 }
 

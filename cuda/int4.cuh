@@ -1,11 +1,14 @@
 // 4-bit weights: w = (q - z) * s with q, z in 0..15 and a 16-bit s, shared by `group` columns (32, 64, 128...) of a row.
 //
 // Packing. W is cut into units of 16 rows and blocks of 64 columns; a unit's blocks follow each other, 512 bytes each: 16
-// bytes a lane (lane = 4 * group + pair), word i = half + 2*odd for one mma.m16n8k16. Its nibbles j and j + 4 are the lane's
-// fragment register a[j]: row group (j even) or group + 8 (j odd), columns c and c + 1 with
-// c = 32*half + 8*pair + 4*odd + 2*(j / 2). Nibble j is at bits 4j + 2, nibble j + 4 at 16 + 4j + 2, modulo 32. Then scales
+// bytes a lane (lane = 4 * group + pair; at `lane_place`), word i = half + 2*odd for the mma.m16n8k16 of columns 32*half + 16*odd.., in their own
+// order. Its nibbles j and j + 4 are the lane's fragment register a[j]: row group (j even) or group + 8 (j odd), columns c and
+// c + 1 with c = 32*half + 16*odd + 2*pair + 8*(j / 2). Nibble j is at bits 4j + 2, nibble j + 4 at 16 + 4j + 2, modulo 32. Then scales
 // [unit][group][8] words (rows r and r + 8), then zero points, if any, [unit][group][8] bytes (low nibble row r, high nibble
 // row r + 8); both in `scales`.
+//
+// So x is a plain B operand, as warpgroup products and ldmatrix read it from shared memory; where a lane has 16 bytes of a row
+// instead, `spread` makes B operands of them, or the lane picks its words of W among those of the other three (int4_ring_8).
 //
 // Nibbles become fp16 by bits: q at bits 2..5 under 0x5c00 is 256 + q, at bits 6..9 under 0x4c00 it is 16 + q, both exact.
 #pragma once
@@ -50,6 +53,26 @@ DEVICE void unpack(u32 word, const Zeros &z, u32 (&a)[4]) {
     unpack_offset(word, a);
     a[0] = sub_half2(a[0], z.low), a[1] = sub_half2(a[1], z.high);
     a[2] = sub_half2(a[2], z.low), a[3] = sub_half2(a[3], z.high);
+}
+
+// Where a lane's 16 bytes are among a block's 512: lanes of groups 2, 3, 6 and 7 are swapped in pairs, so that lanes which pick from
+// one of their group each (int4_ring_8) meet no bank twice.
+DEVICE u32 lane_place() {
+    u32 lane = threadIdx.x & 31;
+    return (lane ^ (lane >> 3 & 1)) * 16;
+}
+
+// Transposes 4 by 4 words among the four lanes of a group: what each loaded of a row, columns 8 * pair.. of 32, becomes columns
+// 8 * c + 2 * pair (and the next) in word c, as two B operands hold them. And back.
+DEVICE uint4 spread(uint4 v) {
+    bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    u32 a = __shfl_xor_sync(0xffffffffu, odd ? v.x : v.y, 1), b = __shfl_xor_sync(0xffffffffu, odd ? v.z : v.w, 1);
+    if (odd) v.x = a, v.z = b;
+    else v.y = a, v.w = b;
+    a = __shfl_xor_sync(0xffffffffu, high ? v.x : v.z, 2), b = __shfl_xor_sync(0xffffffffu, high ? v.y : v.w, 2);
+    if (high) v.x = a, v.y = b;
+    else v.z = a, v.w = b;
+    return v;
 }
 
 DEVICE u32 word_of(uint4 words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }

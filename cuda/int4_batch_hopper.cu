@@ -3,29 +3,26 @@
 // W is the A operand, dequantised by each warp into its registers, 16 rows a warp; N rows of x are the B operand, in shared memory.
 // So a weight passes through shared memory in its 4 bits and is dequantised once for N rows of x.
 //
-// A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring, 128 columns of k a step: a thread asks the
-// copy engine for x (128-byte swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, 128-byte swizzle
-// too), a warp brings the scales and zero points. Blocks go from tile to tile; the ring is filled for the next one while sums leave
-// through shared memory. Before the previous kernel has ended a block asks for the words of `ahead` slots and no more, and for the
-// scales of the whole ring: x, and what the kernels in front still read, would wait behind more.
+// A thread block: GROUPS warpgroups of 64 rows of W each, and one that feeds a ring: a thread asks the copy engine for x (128-byte
+// swizzle) and for the packed words (512 bytes a unit of 16 rows and 64 columns, as they lie), a warp brings the scales and zero
+// points. Blocks go from tile to tile; the ring is filled for the next one while sums leave through shared memory. Before the
+// previous kernel has ended a block asks for the words of `ahead` slots and no more, and for the scales of the whole ring: x, and
+// what the kernels in front still read, would wait behind more.
 //
 // Two blocks of a cluster are ACROSS, and take neighbouring tiles of W and half of x each, for both; or they are DEEP, where the
 // output is whole and tiles are few: they take half of k each of the same tile, one tile only, and exchange sums.
 //
-// Fragments against the packing (int4.cuh): there a lane holds eight neighbouring columns, here x lies in its own order, so
-// lane (group, pair) needs columns 2 * pair, + 1, + 8, + 9 of each 16. It reads words of four lanes, whose swizzled places
-// meet no bank twice, and turns the half it wants to the front.
-//
-// Scales are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint. SCALES: scales of 128 columns, 1 for
-// groups of as many and more, 4 for smaller ones.
+// To 32 rows and for groups of 128 columns and more, scales are applied to fp32 sums of 128 columns (ON_SUMS), which is less work
+// there, and no weight is rounded. Elsewhere they are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint.
+// SCALES: scales of 128 columns, 1 for groups of as many and more, 4 for smaller ones.
 #include "cluster.cuh"
 #include "int4.cuh"
 #include "wgmma.cuh"
 
 struct Int4Batch {
     TensorMap w; // packed words as halves: [units][rows of 128 bytes][64], boxes of a block's units by 4 rows for each 64 columns
-    TensorMap x; // [rows, k], boxes of N / ACROSS rows by 64 columns
-    TensorMap y; // [parts][rows][columns], boxes of 64 columns of fp16 (32 with silu) by N / DEEP rows, of 32 columns of fp32 by half of them
+    TensorMap x; // [k / 64][rows][64], boxes of N / ACROSS rows of 64 columns, all of a slot (one where blocks are across)
+    TensorMap y; // [parts][rows][columns], boxes of 64 columns of fp16 (32 with silu) by N / DEEP rows, of 32 columns of fp32 by N / 2
     const u8 *scales;
     const float *bias;
     u32 n, k, shift;       // groups of 1 << shift columns
@@ -50,33 +47,40 @@ template <int N, int GROUPS, int SCALES> struct Ring {
                          AT_BARRIERS = AT_S + SLOTS * S;
 };
 
-// ---- d[64xN] += a[64x16] b[Nx16]^T; a in registers, b in shared memory with the 16 contiguous ----
+// ---- d[64xN] (+)= a[64x16] b[Nx16]^T; a in registers, b in shared memory with the 16 contiguous ----
 
+#define NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_128 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
     "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
     "%124, %125, %126, %127"
-#define MULTIPLY(N, NAMES, A, B, ...)                                                                                      \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;"          \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b) {
-    MULTIPLY(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", WGMMA_8(0), WGMMA_8(8));
+#define MULTIPLY(N, NAMES, A, B, ADD, ...)                                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", " ADD ", 1, 1, 0;"    \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)Add))
+template <bool Add> DEVICE void multiply(float (&d)[8], const u32 (&a)[4], u64 b) {
+    MULTIPLY(16, WGMMA_NAMES_8, "%8, %9, %10, %11", "%12", "%13", WGMMA_8(0));
 }
-DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
-    MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", WGMMA_32(0));
+template <bool Add> DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b) {
+    MULTIPLY(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", "%21", WGMMA_8(0), WGMMA_8(8));
 }
-DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
-    MULTIPLY(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", WGMMA_32(0), WGMMA_32(32));
+template <bool Add> DEVICE void multiply(float (&d)[24], const u32 (&a)[4], u64 b) {
+    MULTIPLY(48, NAMES_24, "%24, %25, %26, %27", "%28", "%29", WGMMA_8(0), WGMMA_8(8), WGMMA_8(16));
 }
-DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
-    MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
+template <bool Add> DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
+    MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37", WGMMA_32(0));
+}
+template <bool Add> DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
+    MULTIPLY(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69", WGMMA_32(0), WGMMA_32(32));
+}
+template <bool Add> DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
+    MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", "%133", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
 }
 
 // ---- shared memory ----
 
-DEVICE uint2 load_shared2(u32 address) {
-    uint2 out;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(address) : "memory");
+DEVICE uint4 load_shared_16(u32 address) {
+    uint4 out;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "r"(address) : "memory");
     return out;
 }
 DEVICE u32 load_shared_byte(u32 address) {
@@ -100,6 +104,10 @@ DEVICE void copy_async_8(u32 to, const void *from) {
 // Arrives on the barrier when this thread's copies so far have landed.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
 DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -153,12 +161,13 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void ask(c
             barrier_wait(empty + 8 * at.slot, at.phase);
             if (early > 0) early--;
             else ask_w(tile, first + i * R::BLOCKS, at.slot);
+            u32 to = base + at.slot * R::BLOCKS * R::X, block = first + i * R::BLOCKS, row = tile.x * N + rank * (N / ACROSS);
+            if (ACROSS == 1) {
+                copy_box(to, &p.x, 0, row, block, 0, full + 8 * at.slot);
+            } else {
 #pragma unroll
-            for (u32 block = 0; block < R::BLOCKS; block++) {
-                u32 to = base + (at.slot * R::BLOCKS + block) * R::X + rank * (R::X / ACROSS);
-                u32 column = (first + i * R::BLOCKS + block) * 64, row = tile.x * N + rank * (N / ACROSS);
-                if (ACROSS > 1) copy_box_to_all(to, &p.x, column, row, 0, 0, full + 8 * at.slot, ACROSS);
-                else copy_box(to, &p.x, column, row, 0, 0, full + 8 * at.slot);
+                for (u32 j = 0; j < R::BLOCKS; j++)
+                    copy_box_to_all(to + j * R::X + rank * (R::X / ACROSS), &p.x, 0, row, block + j, 0, full + 8 * at.slot, ACROSS);
             }
         }
     }
@@ -199,36 +208,39 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void bring
 
 // Where a lane finds what it dequantises, in slot 0.
 struct Lane {
-    u32 words, scales, zeros; // addresses; words of both halves together
-    u32 turn;                 // brings the lane's half of a word to the front
-    bool zero_points;
+    u32 words, scales, zeros; // addresses
 };
 
-// Scales, twice in a word, and zero points of rows group and group + 8.
+// Scales and zero points of rows group and group + 8: the scales as floats where sums are multiplied, else twice in a word.
 struct Group {
-    u32 low, high;
-    Zeros zeros;
+    u32 scale_low, scale_high;
+    u32 zero_low, zero_high; // as in Zeros
 };
-template <class R> DEVICE Group load_group(const Lane &lane, u32 slot, u32 set) {
-    u32 scale = load_shared(lane.scales + slot * R::S + set * 32);
-    u32 zeros = lane.zero_points ? load_shared_byte(lane.zeros + slot * R::S + set * 8) : 0x88u;
-    return {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232), Zeros(zeros)};
+template <class R, bool ON_SUMS> DEVICE Group load_group(const Lane &lane, u32 slot, u32 set) {
+    u32 both = load_shared(lane.scales + slot * R::S + set * 32);
+    u32 zeros = load_shared_byte(lane.zeros + slot * R::S + set * 8) * 0x00040004u;
+    Group out;
+    if (ON_SUMS) {
+        float2 scale = unpack_half2(both);
+        out.scale_low = __float_as_uint(scale.x), out.scale_high = __float_as_uint(scale.y);
+    } else {
+        out.scale_low = __byte_perm(both, 0, 0x1010), out.scale_high = __byte_perm(both, 0, 0x3232);
+    }
+    out.zero_low = lop_and_or(zeros, 0x003c003cu, 0x5c005c00u), out.zero_high = lop_and_or(zeros, 0x03c003c0u, 0x4c004c00u);
+    return out;
 }
 
 // The fragments of block `block` of 64 columns of a slot, of whose halves the groups are given.
-template <class R> DEVICE void dequantise(u32 (&a)[4][4], const Lane &lane, u32 slot, u32 block, const Group &first, const Group &last) {
-    // A unit is four rows of 128 bytes a block.
-    u32 words = (lane.words ^ block * 64) + slot * R::W + block * 512;
+template <class R, bool ON_SUMS> DEVICE void dequantise(u32 (&a)[4][4], const Lane &lane, u32 slot, u32 block, const Group &first, const Group &last) {
+    uint4 words = load_shared_16(lane.words + slot * R::W + block * 512);
 #pragma unroll
-    for (u32 c = 0; c < 4; c++) { // the lanes that hold columns 8 * c.. of each half
-        uint2 both = load_shared2(words ^ c * 16);
+    for (u32 q = 0; q < 4; q++) {
+        const Group &of = q < 2 ? first : last;
+        unpack_offset(word_of(words, q / 2 + q % 2 * 2), a[q]);
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            const Group &of = half ? last : first;
-            u32 word = __byte_perm(half ? both.y : both.x, 0, lane.turn);
-            u32(&to)[4] = a[half * 2 + c / 2];
-            to[c % 2 * 2] = mul_half2(sub_half2(lop_and_or(word, 0x003c003cu, 0x5c005c00u), of.zeros.low), of.low);
-            to[c % 2 * 2 + 1] = mul_half2(sub_half2(lop_and_or(word, 0x03c003c0u, 0x4c004c00u), of.zeros.high), of.high);
+        for (u32 j = 0; j < 4; j++) {
+            a[q][j] = sub_half2(a[q][j], j & 1 ? of.zero_high : of.zero_low);
+            if (!ON_SUMS) a[q][j] = mul_half2(a[q][j], j & 1 ? of.scale_high : of.scale_low);
         }
     }
 }
@@ -253,8 +265,8 @@ template <int N> DEVICE void exchange(const float (&acc)[N / 2], float (&half)[N
     }
 }
 
-// A warpgroup's sums to y, by way of `out`, N * 128 bytes of shared memory, in the swizzle of y's boxes.
-template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], int row, u32 out) {
+// A warpgroup's sums to y, by way of `out`, in the swizzle of y's boxes; fp32 in ROUNDS of N / ROUNDS rows, as many as `out` holds.
+template <int N, u32 UNITS, int ROUNDS> DEVICE void put(const Int4Batch &p, const Tile &tile, float (&acc)[N / 2], int row, u32 out) {
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, w = warp & 3, wg = warp >> 2, group = lane >> 2, pair = lane & 3;
     bool leader = w == 0 && lane == 0;
     auto together = [&] { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); };
@@ -279,11 +291,12 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
 #pragma unroll
         for (int j = 0; j < N / 8; j += 2) {
             const float *v = acc + 4 * j;
-            store_matrix_x4_transposed(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]), pack_half2(v[6], v[7]));
+            if (j + 1 == N / 8) store_matrix_x2_transposed(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+            else store_matrix_x4_transposed(to + j * 1024, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]), pack_half2(v[6], v[7]));
         }
         end();
         if (leader) store_box(&p.y, out, column, row, tile.part, 0), store_commit();
-    } else if (N >= 32 && p.output == OUTPUT_SILU) {
+    } else if (ROUNDS == 2 && p.output == OUTPUT_SILU) { // never deep
         begin();
         u32 to = out + lane * 64 + (w ^ (lane >> 1 & 3)) * 16;
         u32 gated[N / 8];
@@ -292,10 +305,12 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
             gated[j] = pack_half2(silu_fast(acc[4 * j]) * acc[4 * j + 2], silu_fast(acc[4 * j + 1]) * acc[4 * j + 3]);
 #pragma unroll
         for (int j = 0; j + 4 <= N / 8; j += 4) store_matrix_x4_transposed(to + j * 512, gated[j], gated[j + 1], gated[j + 2], gated[j + 3]);
+        if constexpr (N / 8 % 4 == 2) store_matrix_x2_transposed(to + (N / 8 - 2) * 512, gated[N / 8 - 2], gated[N / 8 - 1]);
         end();
         if (leader) store_box(&p.y, out, column / 2, row, tile.part, 0), store_commit();
-    } else { // half of the rows at a time, 32 columns a box
-        constexpr u32 BOX = N / 2 * 128;
+    } else { // 32 columns a box
+        constexpr int ROWS = N / ROUNDS;
+        constexpr u32 BOX = ROWS * 128;
         u32 to[4]; // rows 2 * pair (+ 1), columns group (+ 8)
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
@@ -303,17 +318,17 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
             to[i] = out + (w >> 1) * BOX + r * 128 + ((c >> 2) ^ r) * 16 + (c & 3) * 4;
         }
 #pragma unroll
-        for (int round = 0; round < 2; round++) {
+        for (int round = 0; round < ROUNDS; round++) {
             begin();
 #pragma unroll
-            for (int j = 0; j < N / 16; j++)
+            for (int j = 0; j < ROWS / 8; j++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) store_shared(to[i] + j * 1024, acc[4 * (round * (N / 16) + j) + i]);
+                for (int i = 0; i < 4; i++) store_shared(to[i] + j * 1024, acc[4 * (round * (ROWS / 8) + j) + i]);
             end();
             if (!leader) continue;
 #pragma unroll
             for (u32 box = 0; box < 2; box++) {
-                u32 from = out + box * BOX, x = column + 32 * box, z = row + round * (N / 2);
+                u32 from = out + box * BOX, x = column + 32 * box, z = row + round * ROWS;
                 if (p.output == OUTPUT_RESIDUAL) add_box(&p.y, from, x, z, tile.part, 0);
                 else store_box(&p.y, from, x, z, tile.part, 0);
             }
@@ -324,15 +339,13 @@ template <int N, u32 UNITS> DEVICE void put(const Int4Batch &p, const Tile &tile
 
 template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void multiply_tiles(const Int4Batch &p, u32 base, u32 full, u32 empty, u32 mail) {
     typedef Ring<N, GROUPS, SCALES> R;
-    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
+    // N / 2 multiplications a thread and group for 32.
+    constexpr bool ON_SUMS = SCALES == 1 && N <= 32;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Lane mine;
-    // The words of chunk c of 16 bytes are at words ^ 16 * c: chunk (group & 1) * 4 + c of row group / 2, swizzled.
-    u32 swizzled = R::BLOCKS == 2 ? group & 1 : (group ^ warp) & 1;
-    mine.words = base + R::AT_W + warp * (R::BLOCKS * 512) + (group >> 1) * 128 + swizzled * 64 + (group >> 1) * 16 + (pair >> 1) * 8;
-    mine.scales = base + R::AT_S + warp * R::SETS * 32 + group * 4;
-    mine.zeros = base + R::AT_S + R::UNITS * R::SETS * 32 + warp * R::SETS * 8 + group;
-    mine.turn = pair & 1 ? 0x0321 : 0x3210;
-    mine.zero_points = p.zero_points;
+    mine.words = base + R::AT_W + warp * (R::BLOCKS * 512) + lane_place();
+    mine.scales = base + R::AT_S + warp * R::SETS * 32 + lane / 4 * 4;
+    mine.zeros = base + R::AT_S + R::UNITS * R::SETS * 32 + warp * R::SETS * 8 + lane / 4;
     const u64 rows = descriptor_rows(base);
     // A lane for each block that shares this one's x says that this warp is done with a slot.
     u32 release_at = address_in_block(empty, lane < ACROSS && ACROSS > 1 ? lane : cluster_rank());
@@ -342,59 +355,92 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void multi
     Place<R::SLOTS> at(0);
     float acc[N / 2];
     u32 a[2][4][4];
-    Group first = {0, 0, Zeros(0)}, last = first;
-    // Fragments of half a step from block `block` of a slot.
+    Group first = {}, last = {};
+    // Fragments from block `block` of a slot, the first or second one of 128 columns.
     auto prepare = [&](u32(&to)[4][4], u32 half, u32 slot, u32 block) {
         if (SCALES == 1) {
-            if (half == 0) first = load_group<R>(mine, slot, 0);
-            dequantise<R>(to, mine, slot, block, first, first);
+            if (half == 0) first = load_group<R, ON_SUMS>(mine, slot, block / 2);
+            dequantise<R, ON_SUMS>(to, mine, slot, block, first, first);
         } else {
-            first = load_group<R>(mine, slot, 2 * block), last = load_group<R>(mine, slot, 2 * block + 1);
-            dequantise<R>(to, mine, slot, block, first, last);
+            first = load_group<R, false>(mine, slot, 2 * block), last = load_group<R, false>(mine, slot, 2 * block + 1);
+            dequantise<R, false>(to, mine, slot, block, first, last);
         }
     };
-    auto multiply_block = [&](const u32(&a)[4][4], u32 slot, u32 block) {
+    auto multiply_block = [&](float(&d)[N / 2], const u32(&a)[4][4], u32 slot, u32 block, bool fresh = false) {
         u64 b = rows + (slot * R::BLOCKS + block) * (R::X / 16);
         wgmma_fence();
+        if (fresh) multiply<false>(d, a[0], b);
+        else multiply<true>(d, a[0], b);
 #pragma unroll
-        for (u32 q = 0; q < 4; q++) multiply(acc, a[q], b + 2 * q);
+        for (u32 q = 1; q < 4; q++) multiply<true>(d, a[q], b + 2 * q);
         wgmma_commit();
     };
     FOR_TILES(t) {
         Tile tile = tile_at<ACROSS, DEEP>(p, t);
 #pragma unroll
         for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
-        u32 second = 0;
         barrier_wait(full + 8 * at.slot, at.phase);
         prepare(a[0], 0, at.slot, 0);
-        for (u32 i = 0; i < tile.count; i++) {
-            u32 slot = at.slot;
-            multiply_block(a[0], slot, 0);
-            if (R::BLOCKS == 1) {
+        if constexpr (ON_SUMS) {
+            // One block's products are always under way; behind them those of the block before are done, so its fragments may be
+            // overwritten. A slot is a group: its sums are added to the others while the next one's begin in registers of their own.
+            float of_group[2][N / 2];
+            // The rest of a slot whose first block is under way, and the first block of the next one.
+            auto multiply_slot = [&](int odd, bool last) {
+                u32 slot = at.slot;
                 at.next();
-                barrier_wait(full + 8 * at.slot, at.phase);
+                prepare(a[1], 1, slot, 1);
+                multiply_block(of_group[odd], a[1], slot, 1);
+                float low = __uint_as_float(first.scale_low), high = __uint_as_float(first.scale_high);
+                if (!last) {
+                    barrier_wait(full + 8 * at.slot, at.phase);
+                    wgmma_wait<1>();
+                    prepare(a[0], 0, at.slot, 0);
+                }
+                wgmma_wait<0>(); // the compiler does not follow sums that are under way any further
+                if (!last) multiply_block(of_group[odd ^ 1], a[0], at.slot, 0, true);
+                hold(of_group[odd]);
+#pragma unroll
+                for (int i = 0; i < N / 2; i++) acc[i] += (i & 2 ? high : low) * of_group[odd][i];
+                release(slot);
+            };
+            multiply_block(of_group[0], a[0], at.slot, 0, true);
+            u32 left = tile.count;
+            for (; left > 2; left -= 2) multiply_slot(0, false), multiply_slot(1, false);
+            if (left == 2) multiply_slot(0, false), multiply_slot(1, true);
+            else multiply_slot(0, true);
+            hold(acc);
+        } else {
+            u32 second = 0;
+            for (u32 i = 0; i < tile.count; i++) {
+                u32 slot = at.slot;
+                multiply_block(acc, a[0], slot, 0);
+                if (R::BLOCKS == 1) {
+                    at.next();
+                    barrier_wait(full + 8 * at.slot, at.phase);
+                }
+                wgmma_wait<1>(); // the step before is done
+                if (i > 0) release(second);
+                second = at.slot;
+                prepare(a[1], 1, second, R::BLOCKS - 1);
+                multiply_block(acc, a[1], second, R::BLOCKS - 1);
+                at.next();
+                if (i + 1 < tile.count) barrier_wait(full + 8 * at.slot, at.phase);
+                wgmma_wait<1>();
+                if (R::BLOCKS == 1) release(slot);
+                if (i + 1 < tile.count) prepare(a[0], 0, at.slot, 0);
             }
-            wgmma_wait<1>(); // the step before is done
-            if (i > 0) release(second);
-            second = at.slot;
-            prepare(a[1], 1, second, R::BLOCKS - 1);
-            multiply_block(a[1], second, R::BLOCKS - 1);
-            at.next();
-            if (i + 1 < tile.count) barrier_wait(full + 8 * at.slot, at.phase);
-            wgmma_wait<1>();
-            if (R::BLOCKS == 1) release(slot);
-            if (i + 1 < tile.count) prepare(a[0], 0, at.slot, 0);
+            wgmma_wait<0>();
+            hold(acc);
+            release(second);
         }
-        wgmma_wait<0>();
-        hold(acc);
-        release(second);
         u32 out = base + R::AT_OUT + (warp >> 2) * R::OUT;
         if constexpr (DEEP == 1) {
-            put<N, R::UNITS>(p, tile, acc, tile.x * N, out);
+            put<N, R::UNITS, 2>(p, tile, acc, tile.x * N, out);
         } else {
             float half[N / 4];
             exchange<N>(acc, half, out, mail);
-            put<N / 2, R::UNITS>(p, tile, half, tile.x * N + cluster_rank() * (N / 2), out);
+            put<N / 2, R::UNITS, 1>(p, tile, half, tile.x * N + cluster_rank() * (N / 2), out);
         }
     }
     if ((threadIdx.x & 127) == 0) store_wait();
@@ -411,6 +457,11 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
         if (DEEP > 1) barrier_init(mail, 1), barrier_expect(mail, GROUPS * (N / 16) * 2048);
         barrier_init_fence();
     }
+    if (!p.zero_points) // all are 8
+        for (u32 i = threadIdx.x; i < R::SLOTS * R::UNITS * R::SETS * 2; i += blockDim.x) {
+            u32 slot = i / (R::UNITS * R::SETS * 2), word = i % (R::UNITS * R::SETS * 2);
+            store_shared(base + R::AT_S + slot * R::S + R::UNITS * R::SETS * 32 + word * 4, 0x88888888u);
+        }
     if (ACROSS * DEEP > 1) cluster_sync();
     else __syncthreads();
     let_next_kernel_start();
@@ -424,7 +475,7 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
         }
     } else {
         take_registers<N <= 64 ? 112 : GROUPS == 3 ? 152 : 232>();
-        wait_for_previous_kernel();
+        wait_for_previous_kernel(); // else they would wait at a barrier, which takes more from the others
         multiply_tiles<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty, mail);
     }
     if (ACROSS > 1) cluster_sync(); // no block leaves while the other one writes to it
@@ -439,8 +490,12 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
     extern "C" __global__ void __launch_bounds__(128 * groups + (n <= 64 ? 256 : 128), 1) name(const __grid_constant__ Int4Batch p) { \
         int4_batch<n, groups, across, deep, GROUP_SCALES>(p);                                                                        \
     }
+KERNEL_OF(int4_batch_16, 16, 3, 1, 1)
+KERNEL_OF(int4_batch_16_deep, 16, 3, 1, 2)
 KERNEL_OF(int4_batch_32, 32, 3, 1, 1)
 KERNEL_OF(int4_batch_32_deep, 32, 3, 1, 2)
+KERNEL_OF(int4_batch_48, 48, 3, 1, 1)
+KERNEL_OF(int4_batch_48_deep, 48, 3, 1, 2)
 KERNEL_OF(int4_batch_64, 64, 3, 1, 1)
 KERNEL_OF(int4_batch_64_deep, 64, 3, 1, 2)
 KERNEL_OF(int4_batch_128, 128, 3, 2, 1)

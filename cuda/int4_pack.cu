@@ -66,7 +66,7 @@ DEVICE u32 rotate_left(u32 word, u32 by) { return word << by | word >> (32 - by)
 KERNEL int4_pack_words(const __grid_constant__ Packed s, u32 *to) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (u64)s.total * s.k / 8) return;
-    u32 lane = i >> 2 & 31, blocks = s.k / 64, half = i & 1, odd = i >> 1 & 1;
+    u32 place = i >> 2 & 31, lane = place ^ (place >> 3 & 1), blocks = s.k / 64;
     u64 tile = i >> 7;
     u32 unit = tile / blocks, block = tile % blocks;
     u32 word = rotate_left(to[i], 30);
@@ -74,7 +74,7 @@ KERNEL int4_pack_words(const __grid_constant__ Packed s, u32 *to) {
     for (u32 j = 0; j < 4; j++) {
         u32 row = source_row(s, unit * 16 + lane / 4 + (j & 1) * 8);
         if (row >= s.n) continue;
-        u32 column = block * 64 + half * 32 + lane % 4 * 8 + odd * 4 + j / 2 * 2;
+        u32 column = block * 64 + (i & 1) * 32 + (i >> 1 & 1) * 16 + lane % 4 * 2 + j / 2 * 8;
         word &= ~(0x000f000fu << 4 * j);
         word |= (source_q(s, row, column) | source_q(s, row, column + 1) << 16) << 4 * j;
     }

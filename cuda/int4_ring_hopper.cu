@@ -1,7 +1,10 @@
-// Products with 4-bit weights of 1 to 16 rows on Hopper (int4.cuh has the packing), y[rows, n] = x[rows, k] W[n, k]^T.
+// Products with 4-bit weights of 1 to 8 rows on Hopper (int4.cuh has the packing), y[rows, n] = x[rows, k] W[n, k]^T.
 //
 // x stays, W passes by. A warp has at most STAGES * 128 columns of k for as long as the block lives: its x is read once, as the
 // B operands of mma.m16n8k16 in registers, with the sums of each 128 columns that offsets and zero points are taken away with.
+// A single row needs one of B's eight columns: so each takes every eighth chunk of 8 columns of k, which is how 128 bytes of x that
+// a warp reads together lie among its lanes, and the eight sums are added up at the end. Of several rows a lane reads 16 bytes at a
+// time, 8 neighbouring columns, and picks the same of W: of a word of each of four lanes the half that has them.
 // Past these go that warp's columns of one unit of 16 rows of W after another, from a ring of SLOTS pieces that one lane
 // fills by bulk copies: nobody but the warp itself waits for it or fills it. Copies begin before the previous kernel ends.
 //
@@ -36,7 +39,31 @@ DEVICE void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
+// A lane's words of 64 columns, and from them the fragments of the i-th 16 columns, offsets left on.
+template <bool SINGLE> struct Words;
+template <> struct Words<true> {
+    uint4 own;
+    __device__ __forceinline__ void load(const u8 *at, u32) { own = *(const uint4 *)at; }
+    __device__ __forceinline__ void unpack(int i, u32, u32 (&a)[4]) { unpack_offset(word_of(own, i / 2 + i % 2 * 2), a); }
+};
+template <> struct Words<false> {
+    uint2 picked[4]; // of the group's four lanes
+    __device__ __forceinline__ void load(const u8 *at, u32 swap) {
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) picked[j] = *(const uint2 *)((j % 2 ? at - swap : at + swap) + j * 16);
+    }
+    __device__ __forceinline__ void unpack(int i, u32 pair, u32 (&a)[4]) {
+        u32 turn = pair & 1 ? 0x0321 : 0x3210; // brings the lane's half to the front
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint2 &both = picked[i % 2 * 2 + j];
+            u32 word = __byte_perm(i / 2 ? both.y : both.x, 0, turn);
+            a[2 * j] = lop_and_or(word, 0x003c003cu, 0x5c005c00u), a[2 * j + 1] = lop_and_or(word, 0x03c003c0u, 0x4c004c00u);
+        }
+    }
+};
+
+template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
     constexpr u32 SLOT = STAGES * 1024;
     constexpr int TOGETHER = 2; // stages whose products alternate
     extern __shared__ __align__(128) u8 shared[];
@@ -48,7 +75,7 @@ template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring
     u32 first = part_count * warp / WARPS, mine = part_count * (warp + 1) / WARPS - first; // of the part's stages
 
     u8 *scales = shared + WARPS * SLOTS * SLOT, *zeros = scales + r.unit_room * r.group_room * 32;
-    float4 *sums = (float4 *)(zeros + r.unit_room * r.group_room * 8); // [MEETINGS][WARPS][TILES][lane]
+    float4 *sums = (float4 *)(zeros + r.unit_room * r.group_room * 8); // [MEETINGS][WARPS][lane]
     u32 full = shared_address(barriers) + 8 * warp * SLOTS, met = shared_address(barriers + WARPS * SLOTS);
     u32 free = met + 8 * MEETINGS, scaled = free + 8 * MEETINGS;
 
@@ -90,92 +117,99 @@ template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring
     __syncwarp();
     wait_for_previous_kernel();
 
-    uint4 x[STAGES][TILES][4];
-    float of_x[STAGES][TILES][2];
+    uint4 x[STAGES][4]; // [q]: of 32 columns
+    float of_x[STAGES][2];
+    const f16 *x_at = p.x + (part_begin + first) * 128;
+    // A stage that is not there multiplies what lies in the slot with zeros.
+    if (SINGLE) {
+        u32 words[STAGES * 2];
 #pragma unroll
-    for (int s = 0; s < STAGES; s++)
+        for (int i = 0; i < STAGES * 2; i++) words[i] = i / 2 < mine ? ((const u32 *)x_at)[i * 32 + lane] : 0;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const f16 *row = p.x + (u64)(t * 8 + group) * p.k + (part_begin + first + s) * 128 + 8 * pair;
-            // A stage that is not there multiplies what lies in the slot with zeros.
-            bool valid = t * 8 + group < p.rows && s < mine;
-#pragma unroll
-            for (int q = 0; q < 4; q++) x[s][t][q] = valid ? *(const uint4 *)(row + q * 32) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-    for (int s = 0; s < STAGES; s++)
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-            float sum[4];
+        for (int s = 0; s < STAGES; s++)
 #pragma unroll
             for (int q = 0; q < 4; q++) {
-                if (q == 0) mma_first(sum, ones, x[s][t][q].x, x[s][t][q].y);
-                else mma_16x8x16(sum, ones, x[s][t][q].x, x[s][t][q].y);
-                mma_16x8x16(sum, ones, x[s][t][q].z, x[s][t][q].w);
+                u32 word = words[s * 2 + q / 2], chunk = q % 2 * 4;
+                x[s][q] = make_uint4(group == chunk ? word : 0, group == chunk + 1 ? word : 0, group == chunk + 2 ? word : 0, group == chunk + 3 ? word : 0);
             }
-            of_x[s][t][0] = sum[0], of_x[s][t][1] = sum[1];
+    } else {
+#pragma unroll
+        for (int s = 0; s < STAGES; s++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                bool valid = group < p.rows && s < mine;
+                x[s][q] = valid ? *(const uint4 *)(x_at + (u64)group * p.k + s * 128 + q * 32 + pair * 8) : make_uint4(0, 0, 0, 0);
+            }
+    }
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+        const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+        float sum[4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            if (q == 0) mma_first(sum, ones, x[s][q].x, x[s][q].y);
+            else mma_16x8x16(sum, ones, x[s][q].x, x[s][q].y);
+            mma_16x8x16(sum, ones, x[s][q].z, x[s][q].w);
         }
+        of_x[s][0] = sum[0], of_x[s][1] = sum[1];
+    }
     barrier_wait(scaled, 0);
 
     // Adds up unit u's sums and writes its output.
     auto finish = [&](u32 u) {
         u32 at = u % MEETINGS;
         barrier_wait(met + 8 * at, u / MEETINGS & 1);
+        const float4 *from = sums + at * WARPS * 32 + lane;
+        float4 sum = from[0];
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const float4 *from = sums + (at * WARPS * TILES + t) * 32 + lane;
-            float4 sum = from[0];
+        for (int other = 1; other < WARPS; other++) sum = add4(sum, from[other * 32]);
+        if (SINGLE) {
+            sum.x += sum.y, sum.z += sum.w;
 #pragma unroll
-            for (int other = 1; other < WARPS; other++) sum = add4(sum, from[other * TILES * 32]);
-            stream_output(p, sum, unit0 + u, t);
+            for (u32 apart = 1; apart < 4; apart *= 2) {
+                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, apart);
+                sum.z += __shfl_xor_sync(0xffffffffu, sum.z, apart);
+            }
         }
+        stream_output(p, sum, unit0 + u, 0);
         __syncwarp();
         if (lane == 0) barrier_arrive(free + 8 * at);
     };
+    u32 swap = group >> 1 & 1 ? 16 : 0; // lanes of a group are swapped in pairs (lane_place)
     u32 slot = 0, phase = 0, last = part_count - 1 - min(first, part_count - 1);
     const u8 *scale_at = scales + first * 32 + group * 4, *zeros_at = zeros + first * 8 + group;
     for (u32 u = 0; u < count; u++) {
-        float acc[TILES][4];
-#pragma unroll
-        for (int t = 0; t < TILES; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
+        float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         barrier_wait(full + 8 * slot, phase);
-        const u8 *words_at = shared + (warp * SLOTS + slot) * SLOT + lane * 16;
+        const u8 *words_at = shared + (warp * SLOTS + slot) * SLOT + (SINGLE ? lane_place() : group * 64 + pair / 2 * 8);
 #pragma unroll
         for (int s0 = 0; s0 < STAGES; s0 += TOGETHER) {
-            float sum[TOGETHER][TILES][4];
-            uint4 words[TOGETHER][2];
+            float sum[TOGETHER][4];
 #pragma unroll
-            for (int s = 0; s < TOGETHER; s++)
+            for (int half = 0; half < 2; half++) {
+                Words<SINGLE> words[TOGETHER];
 #pragma unroll
-                for (int half = 0; half < 2; half++) words[s][half] = *(const uint4 *)(words_at + (s0 + s) * 1024 + half * 512);
+                for (int s = 0; s < TOGETHER; s++) words[s].load(words_at + (s0 + s) * 1024 + half * 512, swap);
 #pragma unroll
-            for (int q = 0; q < 4; q++)
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++)
+                for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int s = 0; s < TOGETHER; s++) {
                         u32 a[4];
-                        unpack_offset(word_of(words[s][q / 2], q % 2 + 2 * odd), a);
-#pragma unroll
-                        for (int t = 0; t < TILES; t++) {
-                            const uint4 &b = x[s0 + s][t][q];
-                            if (q == 0 && odd == 0) mma_first(sum[s][t], a, b.x, b.y);
-                            else mma_16x8x16(sum[s][t], a, odd ? b.z : b.x, odd ? b.w : b.y);
-                        }
+                        words[s].unpack(i, pair, a);
+                        const uint4 &b = x[s0 + s][half * 2 + i / 2];
+                        if (half == 0 && i == 0) mma_first(sum[s], a, b.x, b.y);
+                        else mma_16x8x16(sum[s], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
                     }
+            }
 #pragma unroll
             for (int s = 0; s < TOGETHER; s++) {
                 u32 at = min((u32)(s0 + s), last); // a scale that is there
                 u32 z = p.zero_points ? zeros_at[at * 8] : 0x88u;
                 float2 scale = unpack_half2(*(const u32 *)(scale_at + at * 32));
                 float low = __uint_as_float(0x43800000u | (z & 15) << 15), high = __uint_as_float(0x41800000u | (z & 0xf0) << 15);
-#pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const float(&x_sum)[2] = of_x[s0 + s][t];
-                    acc[t][0] += scale.x * (sum[s][t][0] - low * x_sum[0]), acc[t][1] += scale.x * (sum[s][t][1] - low * x_sum[1]);
-                    acc[t][2] += scale.y * (sum[s][t][2] - high * x_sum[0]), acc[t][3] += scale.y * (sum[s][t][3] - high * x_sum[1]);
-                }
+                const float(&x_sum)[2] = of_x[s0 + s];
+                acc[0] += scale.x * (sum[s][0] - low * x_sum[0]), acc[1] += scale.x * (sum[s][1] - low * x_sum[1]);
+                acc[2] += scale.y * (sum[s][2] - high * x_sum[0]), acc[3] += scale.y * (sum[s][3] - high * x_sum[1]);
             }
         }
         scale_at += r.group_room * 32, zeros_at += r.group_room * 8;
@@ -185,9 +219,7 @@ template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring
 
         u32 at = u % MEETINGS;
         if (u >= MEETINGS) barrier_wait(free + 8 * at, (u / MEETINGS & 1) ^ 1);
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-            sums[((at * WARPS + warp) * TILES + t) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        sums[(at * WARPS + warp) * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
         __syncwarp();
         if (lane == 0) barrier_arrive(met + 8 * at);
         if (u >= LAG && (u - LAG) % WARPS == warp) finish(u - LAG);
@@ -196,5 +228,5 @@ template <int TILES, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring
         if (u % WARPS == warp) finish(u);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<1, 4, 8>(r); }
-extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_16(const __grid_constant__ Int4Ring r) { int4_ring<2, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_1(const __grid_constant__ Int4Ring r) { int4_ring<true, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<false, 4, 8>(r); }

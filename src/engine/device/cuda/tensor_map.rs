@@ -18,13 +18,24 @@ impl TensorMap {
     /// The driver's refusal, for strides or an address that are no multiple of 16 bytes or a box that is too large.
     pub fn halves(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
-        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent)
+        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent, true)
+    }
+
+    /// As [`Self::halves`], not swizzled.
+    pub fn halves_in_order(
+        address: u64,
+        sizes: [u64; 4],
+        strides: [u64; 3],
+        extent: [u32; 4],
+    ) -> Result<Self> {
+        use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
+        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent, false)
     }
 
     /// As [`Self::halves`], fp32.
     pub fn floats(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
-        Self::new(FLOAT32, 4, address, &sizes, &strides, &extent)
+        Self::new(FLOAT32, 4, address, &sizes, &strides, &extent, true)
     }
 
     /// A matrix of halves, [rows, columns], rows `stride` elements apart, as boxes of [rows, columns]; otherwise as [`Self::halves`],
@@ -37,7 +48,7 @@ impl TensorMap {
     ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
         let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
-        Self::new(FLOAT16, 2, address, &sizes, &[stride as u64], &extent)
+        Self::new(FLOAT16, 2, address, &sizes, &[stride as u64], &extent, true)
     }
 
     /// As [`Self::halves_matrix`], for boxes of 128 bytes a row that pass through the L2 once. Elsewhere a miss brings 256 bytes, and
@@ -62,7 +73,7 @@ impl TensorMap {
     ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
         let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
-        Self::new(FLOAT32, 4, address, &sizes, &[stride as u64], &extent)
+        Self::new(FLOAT32, 4, address, &sizes, &[stride as u64], &extent, true)
     }
 
     fn new(
@@ -72,6 +83,7 @@ impl TensorMap {
         sizes: &[u64],
         strides: &[u64],
         extent: &[u32],
+        swizzled: bool,
     ) -> Result<Self> {
         use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as FETCHED;
         Self::fetched(FETCHED, kind, bytes, address, sizes, strides, extent)
@@ -90,6 +102,7 @@ impl TensorMap {
         use sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;
         use sys::CUtensorMapSwizzle_enum::{
             CU_TENSOR_MAP_SWIZZLE_64B as SWIZZLE_64, CU_TENSOR_MAP_SWIZZLE_128B as SWIZZLE_128,
+            CU_TENSOR_MAP_SWIZZLE_NONE as IN_ORDER,
         };
         #[repr(C, align(64))]
         struct Aligned([u64; 16]);
@@ -101,7 +114,11 @@ impl TensorMap {
         );
         let strides: Vec<u64> = strides.iter().map(|stride| u64::from(bytes) * stride).collect();
         let steps = [1u32; 4];
-        let swizzle = if extent[0] * bytes == 64 { SWIZZLE_64 } else { SWIZZLE_128 };
+        let swizzle = match extent[0] * bytes {
+            _ if !swizzled => IN_ORDER,
+            64 => SWIZZLE_64,
+            _ => SWIZZLE_128,
+        };
         // SAFETY: all arrays have the rank's length or more, and the map the size and alignment of CUtensorMap; no memory behind
         // `address` is touched.
         let code = unsafe {

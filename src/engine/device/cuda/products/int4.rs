@@ -2,7 +2,7 @@
 //!
 //! | rows of x | product |
 //! |---|---|
-//! | 1 to 8 on Hopper, groups of 128; to 16 in parts of k or with silu | `int4_ring_*` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
+//! | 1 to 8 on Hopper, groups of 128 | `int4_ring_8` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
 //! | 1 to 8 elsewhere, and where the ring has no cut | `int4_stream_8*`: memory-bound, straight to registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | all others on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
@@ -17,9 +17,6 @@ use crate::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use crate::engine::device::cuda::units;
 use crate::{Error, Result};
 
-/// To so many rows every product is an `int4_ring_*`; above, only those in parts of k or with silu. (For the inputs of mixers it
-/// is the faster one there too when timed alone, but a step of 16 is 0.12 ms slower with it.)
-const RING_ANY_ROWS: usize = 8;
 /// Rows from which expanding is faster than reading the matrix once for each 32 rows.
 const EXPAND_ROWS: usize = 65;
 /// Rows from which `int4_batch_*` add to the residual stream: with fewer, a matrix as narrow as the stream has too few tiles to
@@ -87,8 +84,7 @@ impl Products {
         let library = self.library.as_ref().zip(expanded);
         // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
         unsafe {
-            let parts_or_gated = matches!(job.output, Output::Partials { .. } | Output::SiluMul { .. });
-            if let Some(ring) = int4.ring.as_ref().filter(|_| parts_or_gated || rows <= RING_ANY_ROWS)
+            if let Some(ring) = &int4.ring
                 && let Some(parts) = ring.launch(stream, job)?
             {
                 return Ok(parts);

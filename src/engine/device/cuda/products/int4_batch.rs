@@ -43,9 +43,13 @@ struct Shape {
     tile_ns: usize,
 }
 
-const SHAPES: [Shape; 6] = [
-    shape("int4_batch_32", (32, 3), (1, 1), (520, 3300)),
-    shape("int4_batch_32_deep", (32, 3), (1, 2), (520, 3800)),
+const SHAPES: [Shape; 10] = [
+    shape("int4_batch_16", (16, 3), (1, 1), (390, 2300)),
+    shape("int4_batch_16_deep", (16, 3), (1, 2), (390, 2800)),
+    shape("int4_batch_32", (32, 3), (1, 1), (440, 2700)),
+    shape("int4_batch_32_deep", (32, 3), (1, 2), (440, 3200)),
+    shape("int4_batch_48", (48, 3), (1, 1), (645, 2900)),
+    shape("int4_batch_48_deep", (48, 3), (1, 2), (645, 3400)),
     shape("int4_batch_64", (64, 3), (1, 1), (670, 3000)),
     shape("int4_batch_64_deep", (64, 3), (1, 2), (670, 3500)),
     shape("int4_batch_128", (128, 3), (2, 1), (1100, 3000)),
@@ -53,8 +57,15 @@ const SHAPES: [Shape; 6] = [
 ];
 
 /// The kernels' names.
-pub const NAMES: &[&str] =
-    &[SHAPES[0].name, SHAPES[1].name, SHAPES[2].name, SHAPES[3].name, SHAPES[4].name, SHAPES[5].name];
+pub const NAMES: &[&str] = &{
+    let mut names = [""; SHAPES.len()];
+    let mut index = 0;
+    while index < names.len() {
+        names[index] = SHAPES[index].name;
+        index += 1;
+    }
+    names
+};
 
 const fn shape(
     name: &'static str,
@@ -162,9 +173,10 @@ pub(super) struct Int4BatchProducts {
 impl Int4BatchProducts {
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let kernels = |unit: &'static Unit| -> Result<[Kernel; SHAPES.len()]> {
-            let kernel = |shape: &Shape| gpu.kernel(unit, shape.name);
-            let [a, b, c, d, e, f] = &SHAPES;
-            Ok([kernel(a)?, kernel(b)?, kernel(c)?, kernel(d)?, kernel(e)?, kernel(f)?])
+            let found: Result<Vec<Kernel>> =
+                SHAPES.iter().map(|shape| gpu.kernel(unit, shape.name)).collect();
+            <[Kernel; SHAPES.len()]>::try_from(found?)
+                .map_err(|_| Error::failed("as many kernels as shapes", ""))
         };
         Ok(Self {
             kernels: [kernels(&units::INT4_BATCH)?, kernels(&units::INT4_BATCH_SMALL_GROUPS)?],
@@ -223,15 +235,16 @@ impl Int4BatchProducts {
 fn packed_map(shape: &Shape, at: u64, n: usize, k: usize) -> Result<[u64; 16]> {
     let (units, lines) = (n as u64 / 16, k as u64 / 16);
     let extent = [64, 4 * shape.blocks() as u32, 4 * shape.groups as u32, 1];
-    Ok(TensorMap::halves(at, [64, lines, units, 1], [64, 64 * lines, 64 * lines * units], extent)?
-        .into_words())
+    let strides = [64, 64 * lines, 64 * lines * units];
+    Ok(TensorMap::halves_in_order(at, [64, lines, units, 1], strides, extent)?.into_words())
 }
 
-/// x [rows, k].
+/// x [rows, k], blocks of 64 columns apart.
 fn rows_map(shape: &Shape, at: u64, rows: usize, k: usize) -> Result<[u64; 16]> {
     let (rows, k) = (rows as u64, k as u64);
-    let extent = [64, (shape.batch / shape.across) as u32, 1, 1];
-    Ok(TensorMap::halves(at, [k, rows, 1, 1], [k, k * rows, k * rows], extent)?.into_words())
+    let together = if shape.across == 1 { shape.blocks() } else { 1 };
+    let extent = [64, (shape.batch / shape.across) as u32, together as u32, 1];
+    Ok(TensorMap::halves(at, [64, rows, k / 64, 1], [k, 64, k * rows], extent)?.into_words())
 }
 
 /// y, fp16 or fp32, [parts, rows, n or with silu half of it].
@@ -247,7 +260,7 @@ fn output_map(
     let far = if kind == PARTS { part_stride } else { stride * rows } as u64;
     let sizes = [columns, rows as u64, parts as u64, 1];
     let strides = [stride as u64, far, far * parts as u64];
-    let (batch, half_batch) = (shape.out_rows(), shape.out_rows() / 2);
+    let (batch, half_batch) = (shape.out_rows(), (shape.batch / 2) as u32);
     let map = match kind {
         HALF => TensorMap::halves(at, sizes, strides, [64, batch, 1, 1])?,
         SILU => TensorMap::halves(at, sizes, strides, [32, batch, 1, 1])?,
@@ -286,7 +299,7 @@ mod tests {
         assert_eq!(name(64, 24576, 4096, 1, false), (64, 128, 1));
         assert_eq!(name(128, 24576, 4096, 1, false), (128, 64, 1));
         assert_eq!(name(128, 4096, 12288, 8, false), (128, 66, 6));
-        for (rows, batch) in [(17, 32), (32, 32), (33, 64), (64, 64)] {
+        for (rows, batch) in [(9, 16), (16, 16), (17, 32), (32, 32), (33, 48), (48, 48), (49, 64), (64, 64)] {
             assert_eq!(name(rows, 4096, 4096, 8, false), (batch, 132, 6));
             assert_eq!(name(rows, 4096, 12288, 8, false), (batch, 132, 6));
         }

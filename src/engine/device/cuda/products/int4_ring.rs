@@ -26,16 +26,9 @@ const ALONE_BYTES: usize = 118 << 10;
 /// Pieces of a warp's ring: `SLOTS` of the kernels. With more, all arrive at about the same time, and what is multiplied last begins late.
 const SLOTS: usize = 2;
 
-/// One kernel.
-#[derive(Debug)]
-struct Shape {
-    name: &'static str,
-    /// Rows of x.
-    rows: usize,
-}
-
-const SHAPES: [Shape; 2] = [Shape { name: "int4_ring_8", rows: 8 }, Shape { name: "int4_ring_16", rows: 16 }];
-pub(in crate::engine::device::cuda) const NAMES: &[&str] = &[SHAPES[0].name, SHAPES[1].name];
+/// One row of x, and to [`ROWS`].
+pub(in crate::engine::device::cuda) const NAMES: &[&str] = &["int4_ring_1", "int4_ring_8"];
+const ROWS: usize = 8;
 /// Warps of a block, and stages of k that each keeps x of.
 const WARPS: usize = 8;
 const WARP_STAGES: usize = 4;
@@ -55,7 +48,6 @@ unsafe impl Plain for RingArguments {}
 /// A product's kernel and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cut {
-    shape: usize,
     /// Blocks along W, and parts of k.
     blocks: usize,
     parts: usize,
@@ -66,7 +58,7 @@ struct Cut {
 
 impl Cut {
     fn shared_bytes(&self) -> usize {
-        let sums = MEETINGS * WARPS * (SHAPES[self.shape].rows / 8) * 512;
+        let sums = MEETINGS * WARPS * 512;
         let ring = WARPS * SLOTS * WARP_STAGES * STAGE_BYTES;
         (ring + self.units * self.stages * SCALE_BYTES + sums).max(ALONE_BYTES)
     }
@@ -75,15 +67,14 @@ impl Cut {
 /// One block for each multiprocessor, or as few for each as their units allow, in the fewest parts of k whose x the warps can
 /// keep; `None` where the output does not take them, or parts do not hold pairs of groups.
 fn cut(rows: usize, n: usize, k: usize, max_parts: usize, multiprocessors: usize) -> Option<Cut> {
-    let shape = SHAPES.iter().position(|shape| rows <= shape.rows)?;
     let stages = k / GROUP;
     let fewest = stages.div_ceil(WARPS * WARP_STAGES);
     let parts = (fewest..=max_parts).find(|&parts| parts > 0 && stages.is_multiple_of(2 * parts))?;
     let units = n / 16;
     let at_once = (multiprocessors / parts).max(1);
     let blocks = (at_once * units.div_ceil(at_once * MOST_UNITS)).min(units);
-    Some(Cut { shape, blocks, parts, units: units.div_ceil(blocks), stages: stages / parts })
-        .filter(|cut| k.is_multiple_of(GROUP) && cut.shared_bytes() <= ROOM_BYTES)
+    Some(Cut { blocks, parts, units: units.div_ceil(blocks), stages: stages / parts })
+        .filter(|cut| rows <= ROWS && k.is_multiple_of(GROUP) && cut.shared_bytes() <= ROOM_BYTES)
 }
 
 pub(super) struct Int4RingProducts {
@@ -93,9 +84,8 @@ pub(super) struct Int4RingProducts {
 
 impl Int4RingProducts {
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let kernel = |shape: &Shape| gpu.kernel(&units::INT4_RING, shape.name);
         Ok(Self {
-            kernels: [kernel(&SHAPES[0])?, kernel(&SHAPES[1])?],
+            kernels: [gpu.kernel(&units::INT4_RING, NAMES[0])?, gpu.kernel(&units::INT4_RING, NAMES[1])?],
             multiprocessors: gpu.facts().multiprocessors as usize,
         })
     }
@@ -122,7 +112,13 @@ impl Int4RingProducts {
             .overlapping();
         let launch = Launch { cost: cost(job, cut.parts), ..launch };
         // SAFETY: the one parameter of these kernels is this structure; pointers are the caller's promise.
-        unsafe { stream.launch(&self.kernels[cut.shape], launch, &[Arg::Struct(bytes_of(&[arguments]))])? };
+        unsafe {
+            stream.launch(
+                &self.kernels[usize::from(job.rows > 1)],
+                launch,
+                &[Arg::Struct(bytes_of(&[arguments]))],
+            )?
+        };
         Ok(Some(cut.parts))
     }
 }
@@ -148,7 +144,7 @@ mod tests {
             (4096, 4096, 8, 1),
             (4096, 12288, 8, 3),
         ] {
-            for rows in [1, 8, 9, 16] {
+            for rows in [1, 2, 8] {
                 let cut = of(rows, n, k, max_parts);
                 assert_eq!((cut.blocks * cut.parts, cut.parts), (132, parts), "{cut:?}");
                 assert!(2 * cut.shared_bytes() > 228 << 10, "{cut:?}");
@@ -161,7 +157,7 @@ mod tests {
 
     #[test]
     fn what_has_no_cut_is_left_to_the_other_kernels() {
-        assert_eq!(cut(17, 4096, 4096, 1, 132), None);
+        assert_eq!(cut(9, 4096, 4096, 1, 132), None);
         assert_eq!(cut(8, 4096, 12288, 1, 132), None);
         assert_eq!(cut(8, 4096, 128, 8, 132), None);
         assert_eq!(cut(8, 4096, 192, 8, 132), None);
