@@ -154,6 +154,10 @@ DEVICE void store_matrix_x4_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
+DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 #endif
 
 // ---- launches that overlap (programmatic dependent launch) ----

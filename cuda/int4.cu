@@ -47,7 +47,13 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
         }
     };
     const f16 *row = p.x + (u64)group * p.k + 8 * pair;
+    bool single = p.rows == 1;
     auto load_x = [&](uint4 (&x)[4], u32 stage) {
+        if (single) {
+            const u32 *words = (const u32 *)p.x + stage * 64 + lane;
+            x[0].x = words[0], x[0].y = 2 * stage + 1 < blocks ? words[32] : 0;
+            return;
+        }
 #pragma unroll
         for (u32 q = 0; q < 4; q++) {
             bool valid = group < p.rows && (q < 2 || 2 * stage + 1 < blocks);
@@ -66,7 +72,7 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
             for (int u = 0; u < UNITS; u++) sum[u][0] = sum[u][1] = sum[u][2] = sum[u][3] = 0.0f;
 #pragma unroll
             for (int q = s * 4 / SCALES; q < (s + 1) * 4 / SCALES; q++) {
-                uint4 x = spread(loaded[q]);
+                uint4 x = single ? chunks_in_turn(q / 2 ? loaded[0].y : loaded[0].x, q % 2) : spread(loaded[q]);
                 mma_16x8x16(of_x, ones, x.x, x.y);
                 mma_16x8x16(of_x, ones, x.z, x.w);
 #pragma unroll
@@ -116,6 +122,7 @@ template <int UNITS, int WARPS, int DEPTH, int SCALES> DEVICE void int4_stream(c
     float4 sum = sums[0][warp][lane];
 #pragma unroll
     for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other][warp][lane]);
+    if (single) sum = sum_of_columns(sum);
     stream_output(p, sum, unit, 0);
 }
 

@@ -75,6 +75,24 @@ DEVICE uint4 spread(uint4 v) {
     return v;
 }
 
+// A single row needs one of the eight columns of B: so each takes every eighth chunk of 8 columns of k, which is how 128 bytes of x
+// that a warp reads together, a word a lane, lie among its lanes; sums of the columns are added up at the end. These are the B
+// operands of the `half`th 32 columns.
+DEVICE uint4 chunks_in_turn(u32 word, u32 half) {
+    u32 mine = (threadIdx.x & 31) / 4 - half * 4;
+    return make_uint4(mine == 0 ? word : 0, mine == 1 ? word : 0, mine == 2 ? word : 0, mine == 3 ? word : 0);
+}
+// mma's d of such a product, its columns added up, in the first column.
+DEVICE float4 sum_of_columns(float4 d) {
+    d.x += d.y, d.z += d.w;
+#pragma unroll
+    for (u32 apart = 1; apart < 4; apart *= 2) {
+        d.x += __shfl_xor_sync(0xffffffffu, d.x, apart);
+        d.z += __shfl_xor_sync(0xffffffffu, d.z, apart);
+    }
+    return d;
+}
+
 DEVICE u32 word_of(uint4 words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
 // Groups of 32 or of a power of two of 64 columns: shifts instead of divisions, which would cost more than the product.

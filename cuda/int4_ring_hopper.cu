@@ -2,9 +2,8 @@
 //
 // x stays, W passes by. A warp has at most STAGES * 128 columns of k for as long as the block lives: its x is read once, as the
 // B operands of mma.m16n8k16 in registers, with the sums of each 128 columns that offsets and zero points are taken away with.
-// A single row needs one of B's eight columns: so each takes every eighth chunk of 8 columns of k, which is how 128 bytes of x that
-// a warp reads together lie among its lanes, and the eight sums are added up at the end. Of several rows a lane reads 16 bytes at a
-// time, 8 neighbouring columns, and picks the same of W: of a word of each of four lanes the half that has them.
+// A single row is read 128 bytes at a time (`chunks_in_turn`). Of several rows a lane reads 16 bytes at a time, 8 neighbouring
+// columns, and picks the same of W: of a word of each of four lanes the half that has them.
 // Past these go that warp's columns of one unit of 16 rows of W after another, from a ring of SLOTS pieces that one lane
 // fills by bulk copies: nobody but the warp itself waits for it or fills it. Copies begin before the previous kernel ends.
 //
@@ -65,8 +64,9 @@ template <> struct Words<false> {
 
 template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
     constexpr u32 SLOT = STAGES * 1024;
-    constexpr int TOGETHER = 2; // stages whose products alternate
+    constexpr int TOGETHER = SINGLE ? STAGES : 2; // stages whose products alternate
     extern __shared__ __align__(128) u8 shared[];
+    __shared__ float2 sums_of_x[WARPS][STAGES][4]; // of columns 2 * pair and the next
     __shared__ u64 barriers[WARPS * SLOTS + 2 * MEETINGS + 1];
     const Product &p = r.p;
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
@@ -118,7 +118,6 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
     wait_for_previous_kernel();
 
     uint4 x[STAGES][4]; // [q]: of 32 columns
-    float of_x[STAGES][2];
     const f16 *x_at = p.x + (part_begin + first) * 128;
     // A stage that is not there multiplies what lies in the slot with zeros.
     if (SINGLE) {
@@ -128,10 +127,7 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
 #pragma unroll
         for (int s = 0; s < STAGES; s++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) {
-                u32 word = words[s * 2 + q / 2], chunk = q % 2 * 4;
-                x[s][q] = make_uint4(group == chunk ? word : 0, group == chunk + 1 ? word : 0, group == chunk + 2 ? word : 0, group == chunk + 3 ? word : 0);
-            }
+            for (int q = 0; q < 4; q++) x[s][q] = chunks_in_turn(words[s * 2 + q / 2], q % 2);
     } else {
 #pragma unroll
         for (int s = 0; s < STAGES; s++)
@@ -151,8 +147,9 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
             else mma_16x8x16(sum, ones, x[s][q].x, x[s][q].y);
             mma_16x8x16(sum, ones, x[s][q].z, x[s][q].w);
         }
-        of_x[s][0] = sum[0], of_x[s][1] = sum[1];
+        if (group == 0) sums_of_x[warp][s][pair] = make_float2(sum[0], sum[1]);
     }
+    __syncwarp();
     barrier_wait(scaled, 0);
 
     // Adds up unit u's sums and writes its output.
@@ -163,14 +160,7 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
         float4 sum = from[0];
 #pragma unroll
         for (int other = 1; other < WARPS; other++) sum = add4(sum, from[other * 32]);
-        if (SINGLE) {
-            sum.x += sum.y, sum.z += sum.w;
-#pragma unroll
-            for (u32 apart = 1; apart < 4; apart *= 2) {
-                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, apart);
-                sum.z += __shfl_xor_sync(0xffffffffu, sum.z, apart);
-            }
-        }
+        if (SINGLE) sum = sum_of_columns(sum);
         stream_output(p, sum, unit0 + u, 0);
         __syncwarp();
         if (lane == 0) barrier_arrive(free + 8 * at);
@@ -207,9 +197,9 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
                 u32 z = p.zero_points ? zeros_at[at * 8] : 0x88u;
                 float2 scale = unpack_half2(*(const u32 *)(scale_at + at * 32));
                 float low = __uint_as_float(0x43800000u | (z & 15) << 15), high = __uint_as_float(0x41800000u | (z & 0xf0) << 15);
-                const float(&x_sum)[2] = of_x[s0 + s];
-                acc[0] += scale.x * (sum[s][0] - low * x_sum[0]), acc[1] += scale.x * (sum[s][1] - low * x_sum[1]);
-                acc[2] += scale.y * (sum[s][2] - high * x_sum[0]), acc[3] += scale.y * (sum[s][3] - high * x_sum[1]);
+                float2 of_x = sums_of_x[warp][s0 + s][pair];
+                acc[0] += scale.x * (sum[s][0] - low * of_x.x), acc[1] += scale.x * (sum[s][1] - low * of_x.y);
+                acc[2] += scale.y * (sum[s][2] - high * of_x.x), acc[3] += scale.y * (sum[s][3] - high * of_x.y);
             }
         }
         scale_at += r.group_room * 32, zeros_at += r.group_room * 8;
@@ -228,5 +218,5 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
         if (u % WARPS == warp) finish(u);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_1(const __grid_constant__ Int4Ring r) { int4_ring<true, 4, 8>(r); }
-extern "C" __global__ void __launch_bounds__(256, 1) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<false, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_1(const __grid_constant__ Int4Ring r) { int4_ring<true, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<false, 4, 8>(r); }

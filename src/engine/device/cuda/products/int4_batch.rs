@@ -44,12 +44,12 @@ struct Shape {
 }
 
 const SHAPES: [Shape; 10] = [
-    shape("int4_batch_16", (16, 3), (1, 1), (390, 2300)),
-    shape("int4_batch_16_deep", (16, 3), (1, 2), (390, 2800)),
-    shape("int4_batch_32", (32, 3), (1, 1), (440, 2700)),
-    shape("int4_batch_32_deep", (32, 3), (1, 2), (440, 3200)),
-    shape("int4_batch_48", (48, 3), (1, 1), (645, 2900)),
-    shape("int4_batch_48_deep", (48, 3), (1, 2), (645, 3400)),
+    shape("int4_batch_16", (16, 3), (1, 1), (390, 3300)),
+    shape("int4_batch_16_deep", (16, 3), (1, 2), (390, 3800)),
+    shape("int4_batch_32", (32, 3), (1, 1), (440, 3700)),
+    shape("int4_batch_32_deep", (32, 3), (1, 2), (440, 4200)),
+    shape("int4_batch_48", (48, 3), (1, 1), (645, 3000)),
+    shape("int4_batch_48_deep", (48, 3), (1, 2), (645, 3500)),
     shape("int4_batch_64", (64, 3), (1, 1), (670, 3000)),
     shape("int4_batch_64_deep", (64, 3), (1, 2), (670, 3500)),
     shape("int4_batch_128", (128, 3), (2, 1), (1100, 3000)),
