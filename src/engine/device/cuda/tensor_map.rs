@@ -9,6 +9,24 @@ use crate::Result;
 #[derive(Debug, Clone, Copy)]
 pub struct TensorMap([u64; 16]);
 
+/// What a map says besides shapes.
+#[derive(Clone, Copy)]
+struct How {
+    kind: sys::CUtensorMapDataType,
+    /// Of an element.
+    bytes: u32,
+    /// What a miss brings into the L2.
+    promotion: sys::CUtensorMapL2promotion,
+    swizzled: bool,
+}
+
+impl How {
+    fn of(kind: sys::CUtensorMapDataType, bytes: u32) -> Self {
+        use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as FETCHED;
+        Self { kind, bytes, promotion: FETCHED, swizzled: true }
+    }
+}
+
 impl TensorMap {
     /// Halves at `address`, boxes of `extent` of them, of 128 or 64 bytes along the fastest dimension and swizzled by as many in
     /// shared memory, reads outside giving zeros. Sizes and box are in elements, fastest dimension (contiguous) first;
@@ -18,7 +36,7 @@ impl TensorMap {
     /// The driver's refusal, for strides or an address that are no multiple of 16 bytes or a box that is too large.
     pub fn halves(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
-        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent, true)
+        Self::new(How::of(FLOAT16, 2), address, &sizes, &strides, &extent)
     }
 
     /// As [`Self::halves`], not swizzled.
@@ -29,13 +47,13 @@ impl TensorMap {
         extent: [u32; 4],
     ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
-        Self::new(FLOAT16, 2, address, &sizes, &strides, &extent, false)
+        Self::new(How { swizzled: false, ..How::of(FLOAT16, 2) }, address, &sizes, &strides, &extent)
     }
 
     /// As [`Self::halves`], fp32.
     pub fn floats(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
-        Self::new(FLOAT32, 4, address, &sizes, &strides, &extent, true)
+        Self::new(How::of(FLOAT32, 4), address, &sizes, &strides, &extent)
     }
 
     /// A matrix of halves, [rows, columns], rows `stride` elements apart, as boxes of [rows, columns]; otherwise as [`Self::halves`],
@@ -48,7 +66,7 @@ impl TensorMap {
     ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
         let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
-        Self::new(FLOAT16, 2, address, &sizes, &[stride as u64], &extent, true)
+        Self::new(How::of(FLOAT16, 2), address, &sizes, &[stride as u64], &extent)
     }
 
     /// As [`Self::halves_matrix`], for boxes of 128 bytes a row that pass through the L2 once. Elsewhere a miss brings 256 bytes, and
@@ -61,7 +79,8 @@ impl TensorMap {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 as FLOAT16;
         use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_128B as FETCHED;
         let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
-        Self::fetched(FETCHED, FLOAT16, 2, address, &sizes, &[columns as u64], &extent)
+        let how = How { promotion: FETCHED, ..How::of(FLOAT16, 2) };
+        Self::new(how, address, &sizes, &[columns as u64], &extent)
     }
 
     /// As [`Self::halves_matrix`], fp32.
@@ -73,31 +92,10 @@ impl TensorMap {
     ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
         let (sizes, extent) = ([columns as u64, rows as u64], [box_columns as u32, box_rows as u32]);
-        Self::new(FLOAT32, 4, address, &sizes, &[stride as u64], &extent, true)
+        Self::new(How::of(FLOAT32, 4), address, &sizes, &[stride as u64], &extent)
     }
 
-    fn new(
-        kind: sys::CUtensorMapDataType,
-        bytes: u32,
-        address: u64,
-        sizes: &[u64],
-        strides: &[u64],
-        extent: &[u32],
-        swizzled: bool,
-    ) -> Result<Self> {
-        use sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as FETCHED;
-        Self::fetched(FETCHED, kind, bytes, address, sizes, strides, extent)
-    }
-
-    fn fetched(
-        promotion: sys::CUtensorMapL2promotion,
-        kind: sys::CUtensorMapDataType,
-        bytes: u32,
-        address: u64,
-        sizes: &[u64],
-        strides: &[u64],
-        extent: &[u32],
-    ) -> Result<Self> {
+    fn new(how: How, address: u64, sizes: &[u64], strides: &[u64], extent: &[u32]) -> Result<Self> {
         use sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
         use sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN;
         use sys::CUtensorMapSwizzle_enum::{
@@ -112,10 +110,10 @@ impl TensorMap {
             strides.len() + 1 == rank && extent.len() == rank && rank <= 4,
             "sizes, strides and box of one rank"
         );
-        let strides: Vec<u64> = strides.iter().map(|stride| u64::from(bytes) * stride).collect();
+        let strides: Vec<u64> = strides.iter().map(|stride| u64::from(how.bytes) * stride).collect();
         let steps = [1u32; 4];
-        let swizzle = match extent[0] * bytes {
-            _ if !swizzled => IN_ORDER,
+        let swizzle = match extent[0] * how.bytes {
+            _ if !how.swizzled => IN_ORDER,
             64 => SWIZZLE_64,
             _ => SWIZZLE_128,
         };
@@ -124,7 +122,7 @@ impl TensorMap {
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
-                kind,
+                how.kind,
                 rank as u32,
                 address as *mut std::ffi::c_void,
                 sizes.as_ptr(),
@@ -133,7 +131,7 @@ impl TensorMap {
                 steps.as_ptr(),
                 PLAIN,
                 swizzle,
-                promotion,
+                how.promotion,
                 ZEROS,
             )
         };
