@@ -171,15 +171,18 @@ struct Int4Weights {
                 acc[t][2] += scale.y * sum[t][2], acc[t][3] += scale.y * sum[t][3];
             }
         };
+        uint2 picked[4];
+        pick(w.words, picked);
         auto multiply = [&](int half, const Zeros &zeros) {
-            u32 a[4], b[4];
-            unpack(word_of(w.words, half), zeros, a);
-            unpack(word_of(w.words, half + 2), zeros, b);
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                uint4 columns = spread(x[t][half]);
-                mma_16x8x16(sum[t], a, columns.x, columns.y);
-                mma_16x8x16(sum[t], b, columns.z, columns.w);
+            for (int odd = 0; odd < 2; odd++) {
+                u32 a[4];
+                unpack_picked(picked, half * 2 + odd, a);
+#pragma unroll
+                for (int j = 0; j < 4; j++) a[j] = sub_half2(a[j], j & 1 ? zeros.high : zeros.low);
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+                    mma_16x8x16(sum[t], a, odd ? x[t][half].z : x[t][half].x, odd ? x[t][half].w : x[t][half].y);
             }
         };
         Zeros zeros(w.zeros);

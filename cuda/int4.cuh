@@ -75,6 +75,29 @@ DEVICE uint4 spread(uint4 v) {
     return v;
 }
 
+// Where a lane has columns 8 * pair.. of x it needs the same of W: half of a word of each of its group's four lanes. `picked`: of
+// each, words pair / 2 and pair / 2 + 2 (of a block's two halves). The fragments of the block's i-th 16 columns so taken, with offsets.
+DEVICE void unpack_picked(const uint2 (&picked)[4], int i, u32 (&a)[4]) {
+    u32 turn = threadIdx.x & 1 ? 0x0321 : 0x3210; // brings the lane's half to the front
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const uint2 &both = picked[i % 2 * 2 + j];
+        u32 word = __byte_perm(i / 2 ? both.y : both.x, 0, turn);
+        a[2 * j] = lop_and_or(word, 0x003c003cu, 0x5c005c00u), a[2 * j + 1] = lop_and_or(word, 0x03c003c0u, 0x4c004c00u);
+    }
+}
+// Picks them from the lanes' registers.
+DEVICE void pick(uint4 own, uint2 (&picked)[4]) {
+    bool odd = threadIdx.x & 2;
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+        u32 from = (threadIdx.x & 28) + j;
+        u32 x = __shfl_sync(0xffffffffu, own.x, from), y = __shfl_sync(0xffffffffu, own.y, from);
+        u32 z = __shfl_sync(0xffffffffu, own.z, from), w = __shfl_sync(0xffffffffu, own.w, from);
+        picked[j] = odd ? make_uint2(z, w) : make_uint2(x, y);
+    }
+}
+
 // A single row needs one of the eight columns of B: so each takes every eighth chunk of 8 columns of k, which is how 128 bytes of x
 // that a warp reads together, a word a lane, lie among its lanes; sums of the columns are added up at the end. These are the B
 // operands of the `half`th 32 columns.

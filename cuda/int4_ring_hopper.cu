@@ -46,20 +46,12 @@ template <> struct Words<true> {
     __device__ __forceinline__ void unpack(int i, u32, u32 (&a)[4]) { unpack_offset(word_of(own, i / 2 + i % 2 * 2), a); }
 };
 template <> struct Words<false> {
-    uint2 picked[4]; // of the group's four lanes
+    uint2 picked[4];
     __device__ __forceinline__ void load(const u8 *at, u32 swap) {
 #pragma unroll
         for (u32 j = 0; j < 4; j++) picked[j] = *(const uint2 *)((j % 2 ? at - swap : at + swap) + j * 16);
     }
-    __device__ __forceinline__ void unpack(int i, u32 pair, u32 (&a)[4]) {
-        u32 turn = pair & 1 ? 0x0321 : 0x3210; // brings the lane's half to the front
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const uint2 &both = picked[i % 2 * 2 + j];
-            u32 word = __byte_perm(i / 2 ? both.y : both.x, 0, turn);
-            a[2 * j] = lop_and_or(word, 0x003c003cu, 0x5c005c00u), a[2 * j + 1] = lop_and_or(word, 0x03c003c0u, 0x4c004c00u);
-        }
-    }
+    __device__ __forceinline__ void unpack(int i, u32, u32 (&a)[4]) { unpack_picked(picked, i, a); }
 };
 
 template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
