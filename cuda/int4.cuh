@@ -8,7 +8,8 @@
 // row r + 8); both in `scales`.
 //
 // So x is a plain B operand, as warpgroup products and ldmatrix read it from shared memory; where a lane has 16 bytes of a row
-// instead, `spread` makes B operands of them, or the lane picks its words of W among those of the other three (int4_ring_8).
+// instead, `spread` makes B operands of them, or the lane picks its words of W among those of the other three (int4_ring_8,
+// int4_stream_16 and _32).
 //
 // Nibbles become fp16 by bits: q at bits 2..5 under 0x5c00 is 256 + q, at bits 6..9 under 0x4c00 it is 16 + q, both exact.
 #pragma once
@@ -76,7 +77,7 @@ DEVICE uint4 spread(uint4 v) {
 }
 
 // Where a lane has columns 8 * pair.. of x it needs the same of W: half of a word of each of its group's four lanes. `picked`: of
-// each, words pair / 2 and pair / 2 + 2 (of a block's two halves). The fragments of the block's i-th 16 columns so taken, with offsets.
+// each, words pair / 2 * 2 and the next (of a block's two halves). The fragments of the block's i-th 16 columns so taken, with offsets.
 DEVICE void unpack_picked(const uint2 (&picked)[4], int i, u32 (&a)[4]) {
     u32 turn = threadIdx.x & 1 ? 0x0321 : 0x3210; // brings the lane's half to the front
 #pragma unroll

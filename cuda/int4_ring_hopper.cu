@@ -43,7 +43,7 @@ template <bool SINGLE> struct Words;
 template <> struct Words<true> {
     uint4 own;
     __device__ __forceinline__ void load(const u8 *at, u32) { own = *(const uint4 *)at; }
-    __device__ __forceinline__ void unpack(int i, u32, u32 (&a)[4]) { unpack_offset(word_of(own, i / 2 + i % 2 * 2), a); }
+    __device__ __forceinline__ void unpack(int i, u32 (&a)[4]) { unpack_offset(word_of(own, i / 2 + i % 2 * 2), a); }
 };
 template <> struct Words<false> {
     uint2 picked[4];
@@ -51,7 +51,7 @@ template <> struct Words<false> {
 #pragma unroll
         for (u32 j = 0; j < 4; j++) picked[j] = *(const uint2 *)((j % 2 ? at - swap : at + swap) + j * 16);
     }
-    __device__ __forceinline__ void unpack(int i, u32, u32 (&a)[4]) { unpack_picked(picked, i, a); }
+    __device__ __forceinline__ void unpack(int i, u32 (&a)[4]) { unpack_picked(picked, i, a); }
 };
 
 template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
@@ -177,7 +177,7 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
 #pragma unroll
                     for (int s = 0; s < TOGETHER; s++) {
                         u32 a[4];
-                        words[s].unpack(i, pair, a);
+                        words[s].unpack(i, a);
                         const uint4 &b = x[s0 + s][half * 2 + i / 2];
                         if (half == 0 && i == 0) mma_first(sum[s], a, b.x, b.y);
                         else mma_16x8x16(sum[s], a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);

@@ -6,8 +6,9 @@
 // swizzled by it, into a ring of `stages`; each group of four warps multiplies 64 rows. What a group reads past `block_rows` is
 // other bytes of the ring, in rows of the product that nobody looks at, so the rows of a block may be what gives each
 // multiprocessor one block. The ring takes all of a multiprocessor, or as much as a block's tiles: as soon as one is done, a block of
-// the next product begins to fill it with weights. To 32 rows no more than `ahead` tiles of W are on their way at a time, as many as keep the memory busy:
-// more would only queue, and what else reads or writes (x, the norm or the mixer in front) would wait behind them.
+// the next product begins to fill it with weights. To 32 rows no more than `ahead` tiles of W are on their way at a time, as many
+// as keep the memory busy: more would only queue, and what else reads or writes (x, the norm or the mixer in front) would wait
+// behind them.
 //
 // Tails in n and k are zeros from the copy engine; n and k are multiples of 8. Of x a block asks for `x_rows` rows: what else it
 // multiplies is in columns of the product that nobody looks at either.

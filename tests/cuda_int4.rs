@@ -286,7 +286,8 @@ fn products_agree_with_plain_loops() {
                             "{format}, portable {portable}, bias {with_bias}, {rows} rows, {n} x {k}, groups of {group}"
                         );
                         // To 8 rows no weight is rounded, but a group's sum is taken with an offset of 256 on each nibble, whose
-                        // fp32 rounding stays when it is taken off: 3.7e-5 seen in groups of 256. Above, weights are rounded to fp16.
+                        // fp32 rounding stays when it is taken off: 3.7e-5 seen in groups of 256. Above, most kernels round weights
+                        // to fp16.
                         case.check(&what, rows, expected, if rows <= 8 { 6e-5 } else { 2.5e-4 });
                     }
                 }

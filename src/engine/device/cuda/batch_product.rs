@@ -132,8 +132,8 @@ impl Cut {
         4 * self.batch * (GROUP_ROWS * self.groups() + 4)
     }
 
-    /// Tiles of W that a block asks for ahead of their arrival: [`AHEAD_BYTES`], but all of the ring where every multiprocessor has
-    /// many blocks and nothing waits behind them.
+    /// Tiles of W that a block asks for ahead of their arrival: [`AHEAD_BYTES`] or [`MORE_AHEAD_BYTES`], but all of the ring where
+    /// every multiprocessor has many blocks and nothing waits behind them.
     fn ahead(&self, multiprocessors: usize, rows: usize, n: usize, k: usize) -> usize {
         let alone = n.div_ceil(self.rows) > FEW_WAVES * multiprocessors;
         let comes_round = self.tiles(k) > self.stages;

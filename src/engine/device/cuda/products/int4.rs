@@ -2,7 +2,7 @@
 //!
 //! | rows of x | product |
 //! |---|---|
-//! | 1 to 8 on Hopper, groups of 128 | `int4_ring_8` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
+//! | 1 to 8 on Hopper, groups of 128 | `int4_ring_1` and `_8` ([`int4_ring`](super::int4_ring)): x stays in registers, W passes through a ring |
 //! | 1 to 8 elsewhere, and where the ring has no cut | `int4_stream_8*`: memory-bound, straight to registers |
 //! | 9 to 64 elsewhere | `int4_stream_16` and `_32`, 32 rows at a time |
 //! | all others on Hopper | `int4_batch_*` ([`int4_batch`](super::int4_batch)): weights dequantised on their way to warpgroup products |
