@@ -296,33 +296,41 @@ fn products_agree_with_plain_loops() {
     }
 }
 
-/// Matrices with so many rows that a block's ring comes round several times, whole and in parts of k.
+/// Matrices with so many rows that a block's ring comes round several times, whole and in parts of k; and those that bring the wide
+/// kernels of batches into play, with each kind of output.
 #[test]
-fn products_of_few_rows_agree_where_blocks_have_many_units() {
-    let Some((gpu, _alone)) = gpu("products_of_few_rows_agree_where_blocks_have_many_units") else { return };
+fn products_agree_where_blocks_have_many_units() {
+    let Some((gpu, _alone)) = gpu("products_agree_where_blocks_have_many_units") else { return };
     let stream = Stream::new(&gpu).unwrap();
     let packer = int4::Packer::new(&gpu).unwrap();
-    for (n, k, counts) in [
-        (19_024, 256, &[1, 6, 8, 13, 16][..]),
-        (9_568, 1280, &[8, 16, 21, 32]),
-        (4_784, 2560, &[8, 29, 32, 33, 64]),
-        (1_600, 6144, &[3, 16, 32, 64]),
+    for (n, k, group, counts) in [
+        (19_024, 256, 128, &[1, 6, 8, 13, 16][..]),
+        (9_568, 1280, 128, &[8, 16, 21, 32, 40, 48, 64]),
+        (4_784, 2560, 128, &[8, 29, 32, 33, 64]),
+        (1_600, 6144, 128, &[3, 16, 32, 64]),
+        (12_688, 512, 128, &[17, 32, 40, 48, 64]),
+        (12_688, 512, 64, &[32, 64]),
+        (5_008, 640, 128, &[257, 300]),
+        (5_008, 640, 64, &[257]),
+        (1_360, 640, 128, &[1025]),
+        (6_160, 1280, 128, &[385]),
+        (3_472, 1152, 128, &[769]),
     ] {
         let most = counts[counts.len() - 1];
         let products = Products::new(&gpu, most, 2 * n, n * k, false).unwrap();
         let mut rng = ChaCha8Rng::seed_from_u64((n + k) as u64);
-        let source = packed(&mut rng, (n, k, 128), false);
+        let source = packed(&mut rng, (n, k, group), false);
         let x: Vec<f16> = (0..most * k).map(|_| f16::from_f32(rng.random_range(-0.8..1.2))).collect();
         let expected = reference(&x, &source.values, (most, n, k));
         let on_gpu = gpu.upload(&x.iter().map(|v| v.to_bits()).collect::<Vec<u16>>()).unwrap();
-        let matrix = int4::empty(&gpu, "test", (n, k), 128, true).unwrap();
+        let matrix = int4::empty(&gpu, "test", (n, k), group, true).unwrap();
         packer.pack(&stream, "test", &source.awq(), (n, k), Place::together(0), &matrix).unwrap();
         let x = on_gpu.pointer();
         let case = Case { gpu: &gpu, stream: &stream, products: &products, x, matrix: &matrix };
         for &rows in counts {
             // Above 8 rows some kernels round each weight to fp16.
             let limit = if rows <= 8 { 6e-5 } else { 2.5e-4 };
-            case.check(&format!("{rows} rows, {n} x {k}"), rows, &expected, limit);
+            case.check(&format!("{rows} rows, {n} x {k}, groups of {group}"), rows, &expected, limit);
         }
     }
 }

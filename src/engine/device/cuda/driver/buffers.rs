@@ -63,7 +63,9 @@ impl DeviceBuffer {
     }
 
     fn within(&self, offset: u64, bytes: u64) -> Result<()> {
-        if offset + bytes > self.bytes.max(16) {
+        // An allocation of its own has 16 bytes at least, a part ends where it says.
+        let room = if self.whole.is_some() { self.bytes } else { self.bytes.max(16) };
+        if offset + bytes > room {
             return Err(Error::failed(
                 format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes),
                 "",
