@@ -46,8 +46,8 @@ pub enum Speculation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuMath {
-    /// 32-bit products and sums: the reference for every kernel. (Where the CPU has AMX, 16-bit weights and activations are split
-    /// exactly into bf16 for it; errors are no larger.)
+    /// 32-bit products and sums: the reference for every kernel. (Where the CPU has AMX, from 9 rows on 16-bit weights and
+    /// activations are split exactly into bf16 for it: errors are no larger, but last bits differ from those of fewer rows.)
     F32,
     /// Operands rounded to bf16, 32-bit sums, on CPUs with AVX512-BF16.
     Bf16,

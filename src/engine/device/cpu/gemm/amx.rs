@@ -1,7 +1,8 @@
 //! The tile registers of AMX: eight of 16 rows of 64 bytes, and the instructions on them.
 //!
 //! All eight are configured alike, once for each thread and for good ([`configure`]): the system keeps a thread's tiles and
-//! their configuration as it keeps its other registers, and no other code of the process touches them. Fewer rows than 16 are
+//! their configuration as it keeps its other registers. Other code may use tiles on threads of its own; on a thread that steps
+//! the engine it must leave this configuration as it is. Fewer rows than 16 are
 //! computed as 16, of which the surplus is not looked at: a product of tiles takes 16 cycles whatever its rows, and a row of the result
 //! depends on that row of A alone.
 //!
@@ -10,11 +11,26 @@
 
 use std::arch::asm;
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 16;
 /// Bytes of a tile's row.
 pub const TILE_ROW_BYTES: usize = 64;
+
+/// Room for operands that tiles are loaded from, uninitialised.
+#[repr(C, align(64))]
+pub struct Lines<const BYTES: usize>(MaybeUninit<[u8; BYTES]>);
+
+impl<const BYTES: usize> Lines<BYTES> {
+    pub fn new() -> Self {
+        Self(MaybeUninit::uninit())
+    }
+
+    pub fn at(&mut self) -> *mut u8 {
+        self.0.as_mut_ptr().cast()
+    }
+}
 
 /// The operand of LDTILECFG.
 #[repr(C, align(64))]

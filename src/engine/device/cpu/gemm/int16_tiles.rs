@@ -9,9 +9,8 @@
 //! Groups are 32 columns, or a multiple of 64. Of groups of 32 the other half of a product's columns meets rows of zeros.
 
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
-use super::amx::{TILE_ROWS, configure, load, multiply_i8, multiply_u8_i8, store, zero};
+use super::amx::{Lines, TILE_ROWS, configure, load, multiply_i8, multiply_u8_i8, store, zero};
 use super::avx512::{load as widen, prefetch_group, prefetch_pair};
 use super::{Tile, TileFn};
 
@@ -117,19 +116,6 @@ pub unsafe fn round_row(values: &[f32], group: usize, t: usize, planes: Planes, 
                 }
             }
         }
-    }
-}
-
-#[repr(C, align(64))]
-struct Lines<const BYTES: usize>(MaybeUninit<[u8; BYTES]>);
-
-impl<const BYTES: usize> Lines<BYTES> {
-    fn new() -> Self {
-        Self(MaybeUninit::uninit())
-    }
-
-    fn at(&mut self) -> *mut u8 {
-        self.0.as_mut_ptr().cast()
     }
 }
 

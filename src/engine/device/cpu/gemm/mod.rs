@@ -7,7 +7,8 @@
 //!
 //! Where the CPU has AMX, matrices of f16 and bf16 are multiplied by its tiles instead (`tiles.rs`): in bf16 arithmetic always, so
 //! that again every number of tokens gives the same bits, and in f32 from [`F32_TILES_FROM_ROWS`] rows on. There a row's last
-//! bits tell whether it was computed among fewer or more.
+//! bits tell whether it was computed among fewer or more. 4-bit weights in int16 arithmetic have tiles of bytes for the same bits
+//! (`int16_tiles.rs`).
 //!
 //! The tiles of this file serve attention too: 16 keys of a cache tile are half a panel with head_dim columns, and the values of a
 //! block are a panel whose columns are tokens.

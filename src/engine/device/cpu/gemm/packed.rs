@@ -328,10 +328,11 @@ impl Packed {
     /// # Safety
     /// No other thread writes this unit.
     pub unsafe fn copy_unit(&self, unit: usize, from: &Self) {
-        let (start, _) = self.unit(unit);
-        // SAFETY: promised by the caller; nobody writes the rows read.
+        debug_assert!(!self.math.is_tiles() && from.math.is_int16_tiles());
+        let (start, count) = self.unit(unit);
+        // SAFETY: promised by the caller; nobody writes the rows read, and no other thread reads them.
         unsafe {
-            let rows = from.values.part(start * from.padded, (from.tiling.rows - start) * from.padded);
+            let rows = from.values.part(start * from.padded, count * from.padded);
             self.write_rows(unit, rows, from.padded);
         }
     }

@@ -5,7 +5,7 @@
 
 use super::{Arithmetic, multiply_add_flops, multiply_add_rounds};
 use crate::engine::config::CpuMath;
-use crate::engine::device::cpu::isa::Isa;
+use crate::engine::device::cpu::isa::{Isa, tile_products};
 use crate::engine::device::cpu::matrix::Packing;
 use crate::engine::device::cpu::pool::Pool;
 use crate::engine::model::layout::{ModelLayout, WeightFormat};
@@ -27,7 +27,7 @@ pub struct Peak {
 }
 
 /// Of a matrix in `packing`.
-fn tile_products(math: CpuMath, isa: Isa, packing: Packing) -> Option<usize> {
+fn products_of_tiles(math: CpuMath, isa: Isa, packing: Packing) -> Option<usize> {
     match Arithmetic::of_packings(math, isa, [packing]) {
         #[cfg(target_arch = "x86_64")]
         Arithmetic::F32Tiles { .. } => super::tiles::products_in_f32(packing),
@@ -41,7 +41,7 @@ impl Peak {
     /// For any model with weights in f16.
     pub fn of_math(isa: Isa, math: CpuMath) -> Self {
         let packing = if math == CpuMath::Bf16 { Packing::Bf16 } else { Packing::F16 };
-        let all = vec![(1.0, tile_products(math, isa, packing))];
+        let all = vec![(1.0, products_of_tiles(math, isa, packing))];
         Self { isa, vectors: Arithmetic::of_packings(math, isa, [Packing::F32]), layers: all.clone(), all }
     }
 
@@ -52,7 +52,7 @@ impl Peak {
         for (linear, format) in &layout.linears {
             let head = linear.role == Role::Head;
             let format = if head && layout.spec.tied_head { layout.embedding } else { *format };
-            let part = ((linear.rows * linear.cols) as f64, tile_products(math, isa, packed(format)));
+            let part = ((linear.rows * linear.cols) as f64, products_of_tiles(math, isa, packed(format)));
             all.push(part);
             if !head {
                 layers.push(part);
@@ -77,7 +77,8 @@ impl Peak {
                 / start.elapsed().as_secs_f64()
         };
         let vectors = rate(self.vectors, ROUNDS);
-        let by_tiles = self.all.iter().any(|part| part.1.is_some());
+        // (The rate is taken with tiles of bf16, which a CPU may lack that has those of bytes.)
+        let by_tiles = tile_products().bf16 && self.all.iter().any(|part| part.1.is_some());
         let tiles = if by_tiles { rate(Arithmetic::Bf16Tiles, ROUNDS / 4) } else { 0.0 };
         // Seconds of a FLOP of each part, by the better of both units.
         let mixed = |parts: &[(f64, Option<usize>)]| {

@@ -6,7 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::tiles::{BF16, BLOCK_BYTES, BLOCK_COLUMNS, Lines, Panel, prefetch_both};
+use super::amx::Lines;
+use super::tiles::{BF16, BLOCK_BYTES, BLOCK_COLUMNS, Panel, prefetch_both};
 use super::{PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn};
 
 /// One token, 1 to 3 panels of bf16.

@@ -9,20 +9,19 @@
 //! `amx.rs`): fewer roundings than a chain of multiply-adds has, so errors are those of f32 or less.
 //!
 //! A row's sums are the same whatever other rows a tile holds, and blocks of columns are taken in ascending order at every
-//! number of tokens: the bits of a row do not depend on its company.
+//! number of tokens: of rows multiplied so the bits do not depend on their company.
 //!
 //! A lone row is bound by memory, and products of tiles leave memory waiting: in bf16 arithmetic multiply-adds of vectors make the same
-//! sums in the same order (`tile_rows.rs`). In f32 they would be ten where a chain is two, so few rows are multiplied without
-//! tiles there, in other bits.
+//! sums in the same order (`tile_rows.rs`). In f32 they would be ten where a chain is two, so up to 8 rows are multiplied without
+//! tiles there (`super::F32_TILES_FROM_ROWS`), in other bits.
 //!
 //! Up to 32 tokens all sums stay in tiles while the panel streams by once, and a block of f16 weights is split one block ahead
 //! of its use, between the products of another: the two need different units. With more tokens, up to [`MAX_TOKENS`], the panel is
 //! taken in parts that stay in the L1, each split once, and sums wait in memory between parts.
 
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
-use super::amx::{TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_bf16, store, zero};
+use super::amx::{Lines, TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_bf16, store, zero};
 use super::avx512::load_f16;
 use super::{Tile, TileFn};
 use crate::engine::device::cpu::matrix::Packing;
@@ -76,19 +75,6 @@ pub fn f32(packing: Packing) -> TileFn {
 /// Pieces of an activation, which lie one after the other in a block of columns: [pieces][tokens][32].
 const fn pieces(kind: u8) -> usize {
     if kind == BF16 { 1 } else { 3 }
-}
-
-#[repr(C, align(64))]
-pub(super) struct Lines<const BYTES: usize>(MaybeUninit<[u8; BYTES]>);
-
-impl<const BYTES: usize> Lines<BYTES> {
-    pub(super) fn new() -> Self {
-        Self(MaybeUninit::uninit())
-    }
-
-    fn at(&mut self) -> *mut u8 {
-        self.0.as_mut_ptr().cast()
-    }
 }
 
 /// A panel's blocks of columns.
