@@ -2,6 +2,7 @@
 //!
 //! A figure is the best over several kernels, sizes and kinds of page, since a ceiling is what anything could reach.
 
+use std::sync::atomic::{Ordering, compiler_fence};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -172,6 +173,10 @@ impl<const S: usize, const A: usize> Work for ReadAll<'_, S, A> {
                         prefetch_line(line.wrapping_add(FAR / 4).cast());
                     } else if A > 0 {
                         prefetch_line(line.wrapping_add(A).cast());
+                    }
+                    if A > 0 {
+                        // One line at a time: gathered, as a compiler would have them, prefetches keep loads waiting.
+                        compiler_fence(Ordering::SeqCst);
                     }
                     for lane in 0..LANES {
                         sum[lane] += chunk[part * LANES + lane];

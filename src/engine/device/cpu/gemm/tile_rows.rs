@@ -5,6 +5,7 @@
 //! so this is what a tile gives, bit for bit (but for numbers below the normal range, which tiles take for zero).
 
 use std::arch::x86_64::*;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::amx::Lines;
 use super::tiles::{BF16, BLOCK_BYTES, BLOCK_COLUMNS, Panel, prefetch_both};
@@ -54,6 +55,8 @@ unsafe fn row_block(
     let mut chains = [_mm512_setzero_ps(); 2];
     for pair in 0..BLOCK_COLUMNS / 2 {
         prefetch_both(ahead, far, half * BLOCK_COLUMNS / 2 + pair);
+        // Or the compiler gathers the prefetches of all pairs.
+        compiler_fence(Ordering::SeqCst);
         // SAFETY: a pair of columns is 128 bytes.
         unsafe {
             let words = _mm512_loadu_si512(w.add(128 * pair + 64 * half).cast());
