@@ -36,7 +36,7 @@ impl CalibrateFlags {
                  from the median of their ceilings; --arm NAME fits one",
             );
         }
-        let chosen = |arm: &str| arms.contains(&arm);
+        let chosen = |arm: &str| self.arm.as_deref().is_none_or(|only| arm == only);
         let steps: Vec<_> = results.steps.iter().filter(|step| chosen(&step.arm)).cloned().collect();
         let ceilings = results.record.typical_ceilings(chosen);
         let calibration = calibrate(&steps, (ceilings.read_bytes_per_s, ceilings.flops_per_s))

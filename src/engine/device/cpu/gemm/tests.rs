@@ -7,7 +7,8 @@ use crate::engine::config::CpuMath;
 use crate::engine::model::layout::WeightFormat;
 use crate::engine::model::weights::MatrixData;
 
-use super::super::matrix::Arena;
+use super::super::matrix::{Arena, Matrix, PANEL};
+use super::super::pool::Pool;
 
 fn noise(seed: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + seed * 977) as f32 * 0.737).sin()).collect()

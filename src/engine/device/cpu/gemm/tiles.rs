@@ -13,7 +13,7 @@
 //!
 //! A lone row is bound by memory, and products of tiles leave memory waiting: in bf16 arithmetic multiply-adds of vectors make the same
 //! sums in the same order (`tile_rows.rs`). In f32 they would be ten where a chain is two, so up to 8 rows are multiplied without
-//! tiles there (`super::F32_TILES_FROM_ROWS`), in other bits.
+//! tiles there (`arithmetic.rs`), in other bits.
 //!
 //! Up to 32 tokens all sums stay in tiles while the panel streams by once, and a block of f16 weights is split one block ahead
 //! of its use, between the products of another: the two need different units. With more tokens, up to [`MAX_TOKENS`], the panel is
