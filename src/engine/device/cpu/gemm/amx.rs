@@ -117,52 +117,48 @@ pub unsafe fn store<const T: usize>(at: *mut u8, stride: usize) {
     }
 }
 
-/// C += A B in f32: row m of A holds 32 bf16, row k of B the numbers 2k and 2k+1 of each of 16 columns, side by side.
-///
-/// Of each sum the products of even k are added up in order from zero, those of odd k likewise, and then their sum is added to
-/// C; each addition is rounded to the nearest even. Numbers below the normal range count as zero.
-///
-/// # Safety
-/// This thread is configured, and the CPU has AMX-BF16.
-#[inline(always)]
-pub unsafe fn multiply_bf16<const C: usize, const A: usize, const B: usize>() {
-    // SAFETY: promised by the caller.
-    unsafe {
-        asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nomem, nostack, preserves_flags));
-    }
+/// A function for one instruction that multiplies tiles.
+macro_rules! product_of_tiles {
+    ($(#[$doc:meta])* $name:ident, $instruction:literal) => {
+        $(#[$doc])*
+        #[inline(always)]
+        pub unsafe fn $name<const C: usize, const A: usize, const B: usize>() {
+            // SAFETY: promised by the caller.
+            unsafe {
+                asm!(concat!($instruction, " tmm{c}, tmm{a}, tmm{b}"), c = const C, a = const A, b = const B,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nomem, nostack, preserves_flags));
+            }
+        }
+    };
 }
 
-/// C += A B in 32 bits: row m of A holds 64 signed bytes, row k of B the bytes 4k to 4k+3 of each of 16 columns, side by side.
-///
-/// # Safety
-/// This thread is configured, and the CPU has AMX-INT8.
-#[inline(always)]
-pub unsafe fn multiply_i8<const C: usize, const A: usize, const B: usize>() {
-    // SAFETY: promised by the caller.
-    unsafe {
-        asm!("tdpbssd tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nomem, nostack, preserves_flags));
-    }
+product_of_tiles! {
+    /// C += A B in f32: row m of A holds 32 bf16, row k of B the numbers 2k and 2k+1 of each of 16 columns, side by side.
+    ///
+    /// Of each sum the products of even k are added up in order from zero, those of odd k likewise, and then their sum is added to
+    /// C; each addition is rounded to the nearest even. Numbers below the normal range count as zero.
+    ///
+    /// # Safety
+    /// This thread is configured, and the CPU has AMX-BF16.
+    multiply_bf16, "tdpbf16ps"
 }
 
-/// The same for unsigned bytes in A and signed ones in B.
-///
-/// # Safety
-/// As [`multiply_i8`].
-#[inline(always)]
-pub unsafe fn multiply_u8_i8<const C: usize, const A: usize, const B: usize>() {
-    // SAFETY: promised by the caller.
-    unsafe {
-        asm!("tdpbusd tmm{c}, tmm{a}, tmm{b}", c = const C, a = const A, b = const B,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nomem, nostack, preserves_flags));
-    }
+product_of_tiles! {
+    /// C += A B in 32 bits: row m of A holds 64 signed bytes, row k of B the bytes 4k to 4k+3 of each of 16 columns, side by side.
+    ///
+    /// # Safety
+    /// This thread is configured, and the CPU has AMX-INT8.
+    multiply_i8, "tdpbssd"
+}
+
+product_of_tiles! {
+    /// The same for unsigned bytes in A and signed ones in B.
+    ///
+    /// # Safety
+    /// As [`multiply_i8`].
+    multiply_u8_i8, "tdpbusd"
 }
 
 #[cfg(test)]
