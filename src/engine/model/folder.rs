@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use super::checkpoint::{Checkpoint, TensorFiles};
+use super::checkpoint::Checkpoint;
 use super::config_file::{ModelConfig, read_config};
 use super::convention;
 use super::json::{self, Object};
@@ -13,6 +13,7 @@ use super::layout::ModelLayout;
 use super::open::{GenerationDefaults, OpenedModel};
 use super::save;
 use super::spec::ModelSpec;
+use super::tensor_files::TensorFiles;
 use super::vocabulary;
 use crate::{Error, Result};
 

@@ -146,7 +146,7 @@ fn weight_names(
     index: impl FnOnce() -> Result<PathBuf>,
 ) -> Result<Vec<String>> {
     if there.iter().any(|file| file == INDEX) {
-        return super::checkpoint::indexed_files(&index()?);
+        return super::tensor_files::indexed_files(&index()?);
     }
     if there.iter().any(|file| file == SINGLE) {
         return Ok(vec![SINGLE.to_string()]);
@@ -165,7 +165,7 @@ fn weight_names(
 fn is_complete(folder: &Path) -> bool {
     let index = folder.join(INDEX);
     let weights = if index.exists() {
-        super::checkpoint::indexed_files(&index)
+        super::tensor_files::indexed_files(&index)
             .is_ok_and(|names| names.iter().all(|name| folder.join(name).exists()))
     } else {
         let files = std::fs::read_dir(folder).into_iter().flatten().flatten();

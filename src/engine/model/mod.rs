@@ -24,6 +24,7 @@ mod safetensors_file;
 pub mod save;
 pub mod spec;
 pub mod synthetic;
+mod tensor_files;
 mod vocabulary;
 pub mod weights;
 

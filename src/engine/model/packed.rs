@@ -1,9 +1,9 @@
 //! Packed 4-bit modules of a checkpoint: found by their tensors, every shape checked against the module's.
 
-use super::checkpoint::{Stored, TensorFiles};
 use super::layout::WeightFormat;
 use super::quantization::Scheme;
 use super::safetensors_file::Dtype;
+use super::tensor_files::{Stored, TensorFiles};
 use super::weights::MatrixData;
 use crate::{Error, Result};
 

@@ -6,10 +6,11 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::super::checkpoint::{Checkpoint, canonical};
+use super::super::checkpoint::Checkpoint;
 use super::super::json;
 use super::super::new_folder::NewFolder;
 use super::super::spec::{Linear, Role};
+use super::super::tensor_files::canonical;
 use super::grid::Grid;
 use super::{FileFormat, Options};
 use crate::{Error, Result};

@@ -105,10 +105,11 @@ mod tests {
     use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
     use crate::engine::device::cpu::CpuDevice;
     use crate::engine::device::{Device, LoadOptions};
-    use crate::engine::model::checkpoint::{Checkpoint, widen};
+    use crate::engine::model::checkpoint::Checkpoint;
     use crate::engine::model::dequant::rows_to_f32;
     use crate::engine::model::safetensors_file::{Dtype, header_bytes};
     use crate::engine::model::spec::Linear;
+    use crate::engine::model::tensor_files::widen;
     use crate::engine::model::weights::Weights;
     use crate::engine::model::{ModelRef, OpenOptions, open};
 

@@ -7,11 +7,12 @@ use std::collections::HashMap;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use super::super::checkpoint::{Checkpoint, Stored, canonical};
+use super::super::checkpoint::Checkpoint;
 use super::super::dequant::rows_to_f32;
 use super::super::layout::WeightFormat;
 use super::super::safetensors_file::{Dtype, header_bytes};
 use super::super::spec::{Linear, ModelSpec};
+use super::super::tensor_files::{Stored, canonical};
 use super::super::weights::Weights;
 use super::FileFormat;
 use super::awq::Folds;
