@@ -391,7 +391,7 @@ fn states_left_behind(gpu: &Gpu, slots: i32, real: i32, padded: i32) {
             };
             let most = delta.most_pending(1);
             assert_eq!(most, if portable { 0 } else { interval });
-            batch.place_states(stored, if settle { 0 } else { most }, delta.capacity());
+            batch.place_states(stored, if settle { 0 } else { most }, delta.capacity()).unwrap();
             let list = gpu.upload(&batch.sequences).unwrap();
             let group = (list.pointer(), padded as usize);
             // SAFETY: buffers hold all slots and rows that the sequences name.

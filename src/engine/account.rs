@@ -218,7 +218,8 @@ pub fn kv_bytes_per_token(spec: &ModelSpec, kv_dtype: CacheDtype) -> u64 {
     spec.kv_elements_per_token() as u64 * dtype_bytes(kv_dtype)
 }
 
-/// Bytes of one sequence's recurrent states and convolution windows over all layers. Windows are stored like K and V.
+/// Bytes of one sequence's recurrent states and convolution windows over all layers. Windows count as stored like K
+/// and V (the CPU device always keeps them in f32).
 pub fn state_bytes_per_sequence(spec: &ModelSpec, state_dtype: CacheDtype, kv_dtype: CacheDtype) -> u64 {
     let Some(delta) = &spec.delta_net else { return 0 };
     // The state is 32-bit unless a narrower type was asked for.
@@ -226,6 +227,12 @@ pub fn state_bytes_per_sequence(spec: &ModelSpec, state_dtype: CacheDtype, kv_dt
     let layer = delta.state_elements() as u64 * state_element
         + delta.window_elements() as u64 * dtype_bytes(kv_dtype);
     layer * spec.delta_net_layers() as u64
+}
+
+/// Bytes of what one drafted token brings to the recurrences of all layers, in f32.
+pub fn drafted_token_bytes(spec: &ModelSpec) -> u64 {
+    let Some(delta) = &spec.delta_net else { return 0 };
+    (delta.token_elements() * size_of::<f32>() * spec.delta_net_layers()) as u64
 }
 
 /// Bytes that stand for one token that the stored states of a sequence do not hold yet, over all layers: for each value

@@ -1,8 +1,23 @@
 //! Every knob of the engine, with its default and bounds. Names follow vLLM where vLLM has one.
 
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
+
+/// Bounds of the knobs, wide enough for every GPU there is and narrow enough that products of them fit into 64 bits.
+pub const SEQUENCES: RangeInclusive<usize> = 1..=1 << 20;
+pub const TOKENS: RangeInclusive<usize> = 1..=1 << 24;
+pub const BLOCKS: RangeInclusive<usize> = 1..=1 << 32;
+pub const THREADS: RangeInclusive<usize> = 1..=1024;
+pub const DRAFTS: RangeInclusive<usize> = 1..=16;
+pub const NGRAM_LENGTHS: RangeInclusive<usize> = 1..=16;
+pub const STATE_WRITE_INTERVALS: RangeInclusive<usize> = 1..=8;
+pub const STEPS_IN_FLIGHT: RangeInclusive<usize> = 0..=2;
+pub const MEMORY_SHARE: RangeInclusive<f64> = 0.01..=1.0;
+pub const SIM_NOISE: RangeInclusive<f64> = 0.0..=1000.0;
 
 /// How cache memory is divided between KV blocks and recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,42 +181,27 @@ impl EngineConfig {
     /// # Errors
     /// [`Error::Invalid`] naming the knob, its value and what is allowed.
     pub fn validate(&self) -> Result<()> {
-        let at_least_one = [
-            ("max_num_seqs", self.max_num_seqs),
-            ("max_num_batched_tokens", self.max_num_batched_tokens),
-            ("max_model_len", self.max_model_len),
-            ("kv_block_tokens", self.kv_block_tokens),
-            ("kv_blocks", self.kv_blocks.unwrap_or(1)),
-            ("state_slots", self.state_slots.unwrap_or(1)),
-            ("threads", self.threads.unwrap_or(1)),
-            ("ngram_min", self.ngram_min),
+        let counts = [
+            ("max_num_seqs", Some(self.max_num_seqs), SEQUENCES),
+            ("max_num_batched_tokens", Some(self.max_num_batched_tokens), TOKENS),
+            ("max_model_len", Some(self.max_model_len), TOKENS),
+            ("kv_block_tokens", Some(self.kv_block_tokens), TOKENS),
+            ("kv_blocks", self.kv_blocks, BLOCKS),
+            ("state_slots", self.state_slots, BLOCKS),
+            ("state_write_interval", self.state_write_interval, STATE_WRITE_INTERVALS),
+            ("speculative_tokens", Some(self.speculative_tokens), DRAFTS),
+            ("ngram_min", Some(self.ngram_min), NGRAM_LENGTHS),
+            ("ngram_max", Some(self.ngram_max), NGRAM_LENGTHS),
+            ("async_scheduling", self.async_scheduling, STEPS_IN_FLIGHT),
+            ("threads", self.threads, THREADS),
         ];
-        for (knob, value) in at_least_one {
-            if value == 0 {
-                return Err(out_of_bounds(knob, value, "1 or more"));
-            }
+        for (knob, value, allowed) in counts {
+            check(knob, value, &allowed)?;
         }
-        if !(self.gpu_memory_utilization > 0.0 && self.gpu_memory_utilization <= 1.0) {
-            return Err(out_of_bounds(
-                "gpu_memory_utilization",
-                self.gpu_memory_utilization,
-                "above 0 and at most 1",
-            ));
-        }
-        if self.async_scheduling.is_some_and(|steps| steps > 2) {
-            return Err(out_of_bounds("async_scheduling", self.async_scheduling.unwrap_or(0), "0, 1 or 2"));
-        }
-        if let Some(tokens) = self.state_write_interval.filter(|tokens| !(1..=8).contains(tokens)) {
-            return Err(out_of_bounds("state_write_interval", tokens, "1 to 8"));
-        }
-        if !(1..=16).contains(&self.speculative_tokens) {
-            return Err(out_of_bounds("speculative_tokens", self.speculative_tokens, "1 to 16"));
-        }
+        check("gpu_memory_utilization", Some(self.gpu_memory_utilization), &MEMORY_SHARE)?;
+        check("sim_noise", Some(self.sim_noise), &SIM_NOISE)?;
         if self.ngram_max < self.ngram_min {
             return Err(out_of_bounds("ngram_max", self.ngram_max, "at least ngram_min"));
-        }
-        if !(self.sim_noise >= 0.0 && self.sim_noise.is_finite()) {
-            return Err(out_of_bounds("sim_noise", self.sim_noise, "0 or more"));
         }
         if !self.chunked_prefill && self.max_num_batched_tokens < self.max_model_len {
             return Err(Error::invalid(
@@ -217,6 +217,15 @@ impl EngineConfig {
     }
 }
 
-fn out_of_bounds(knob: &str, value: impl std::fmt::Display, allowed: &str) -> Error {
+fn check<T: PartialOrd + Display>(knob: &str, value: Option<T>, allowed: &RangeInclusive<T>) -> Result<()> {
+    match value {
+        Some(value) if !allowed.contains(&value) => {
+            Err(out_of_bounds(knob, value, &format!("{} to {}", allowed.start(), allowed.end())))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn out_of_bounds(knob: &str, value: impl Display, allowed: &str) -> Error {
     Error::invalid(format!("{knob} = {value} is out of bounds"), format!("{knob} must be {allowed}"))
 }

@@ -3,9 +3,12 @@
 //! A knob's setter is its section and its kind: a value is parsed and checked here, then put under the knob's name
 //! into the table that `EngineConfig` or `LoadSpec` is read from. So a new knob is a field there and a line here.
 
+use std::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use crate::engine::config;
 use crate::engine::model::ModelRef;
 use crate::workload::spec::{BURSTINESS, LONGEST_PAUSE_S, MOST_REQUESTS, MOST_TOKENS};
 use crate::{Error, Result};
@@ -51,11 +54,22 @@ pub struct Knob {
     pub doc: &'static str,
 }
 
-const COUNT: Kind = Kind::Integer { min: 1, max: 1 << 40 };
-const AUTO_COUNT: Kind = Kind::AutoInteger { min: 1, max: 1 << 40 };
+const PREFIXES: Kind = Kind::Integer { min: 1, max: MOST_REQUESTS as i64 };
 const REQUESTS: Kind = Kind::Integer { min: 1, max: MOST_REQUESTS as i64 };
 const TOKENS: Kind = Kind::Integer { min: 1, max: MOST_TOKENS as i64 };
 const DTYPE: Kind = Kind::Choice(&["auto", "f32", "f16", "bf16"]);
+
+const fn integer(bounds: RangeInclusive<usize>) -> Kind {
+    Kind::Integer { min: *bounds.start() as i64, max: *bounds.end() as i64 }
+}
+
+const fn auto_integer(bounds: RangeInclusive<usize>) -> Kind {
+    Kind::AutoInteger { min: *bounds.start() as i64, max: *bounds.end() as i64 }
+}
+
+const fn float(bounds: &RangeInclusive<f64>) -> Kind {
+    Kind::Float { min: *bounds.start(), max: *bounds.end() }
+}
 
 const fn engine(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
     Knob { name, section: Section::Engine, kind, doc }
@@ -66,18 +80,22 @@ const fn load(name: &'static str, kind: Kind, doc: &'static str) -> Knob {
 }
 
 pub static KNOBS: &[Knob] = &[
-    engine("max_num_seqs", COUNT, "most sequences in one step"),
-    engine("max_num_batched_tokens", COUNT, "most new tokens in one step, decodes included"),
+    engine("max_num_seqs", integer(config::SEQUENCES), "most sequences in one step"),
+    engine(
+        "max_num_batched_tokens",
+        integer(config::TOKENS),
+        "most new tokens in one step, decodes included",
+    ),
     engine("chunked_prefill", Kind::Bool, "split prompts to fill the token budget"),
-    engine("max_model_len", COUNT, "longest request, prompt plus output, in tokens"),
-    engine("kv_blocks", AUTO_COUNT, "KV blocks in the pool; auto: what memory holds"),
-    engine("kv_block_tokens", COUNT, "tokens a KV block holds (split layout)"),
+    engine("max_model_len", integer(config::TOKENS), "longest request, prompt plus output, in tokens"),
+    engine("kv_blocks", auto_integer(config::BLOCKS), "KV blocks in the pool; auto: what memory holds"),
+    engine("kv_block_tokens", integer(config::TOKENS), "tokens a KV block holds (split layout)"),
     engine("kv_layout", Kind::Choice(&["split", "unified"]), "how cache memory is divided"),
     engine("kv_dtype", DTYPE, "storage type of the KV cache"),
     engine("state_dtype", DTYPE, "storage type of the recurrent state"),
     engine(
         "state_write_interval",
-        Kind::AutoInteger { min: 1, max: 8 },
+        auto_integer(config::STATE_WRITE_INTERVALS),
         "decoded tokens from one write of a recurrent state to the next",
     ),
     engine(
@@ -85,12 +103,12 @@ pub static KNOBS: &[Knob] = &[
         Kind::Choice(&["auto", "all", "outputs"]),
         "rows that go through the whole last layer: all, or those that an output is made of",
     ),
-    engine("state_slots", AUTO_COUNT, "recurrent-state slots (split layout); auto: from memory"),
     engine(
-        "gpu_memory_utilization",
-        Kind::Float { min: 0.01, max: 1.0 },
-        "share of memory the engine may use",
+        "state_slots",
+        auto_integer(config::BLOCKS),
+        "recurrent-state slots (split layout); auto: from memory",
     ),
+    engine("gpu_memory_utilization", float(&config::MEMORY_SHARE), "share of memory the engine may use"),
     engine("gpu_memory", Kind::AutoBytes, "pretend the device has this much memory"),
     engine("prefix_caching", Kind::Bool, "reuse KV blocks of equal prompt prefixes (dense models)"),
     engine(
@@ -99,10 +117,10 @@ pub static KNOBS: &[Knob] = &[
         "evict and recompute, or admit whole requests only",
     ),
     engine("speculation", Kind::Choice(&["off", "ngram"]), "propose tokens and verify several in one step"),
-    engine("speculative_tokens", Kind::Integer { min: 1, max: 16 }, "drafted tokens a step"),
-    engine("ngram_min", COUNT, "shortest suffix n-gram speculation looks up"),
-    engine("ngram_max", COUNT, "longest suffix n-gram speculation looks up"),
-    engine("async_scheduling", Kind::AutoInteger { min: 0, max: 2 }, "steps in flight"),
+    engine("speculative_tokens", integer(config::DRAFTS), "drafted tokens a step"),
+    engine("ngram_min", integer(config::NGRAM_LENGTHS), "shortest suffix n-gram speculation looks up"),
+    engine("ngram_max", integer(config::NGRAM_LENGTHS), "longest suffix n-gram speculation looks up"),
+    engine("async_scheduling", auto_integer(config::STEPS_IN_FLIGHT), "steps in flight"),
     engine("cuda_graphs", Kind::Bool, "capture decode steps as CUDA graphs"),
     engine(
         "cuda_kernels",
@@ -110,8 +128,8 @@ pub static KNOBS: &[Knob] = &[
         "kernels of the CUDA device: the best for the GPU, or those that every GPU runs",
     ),
     engine("cpu_math", Kind::Choice(&["f32", "bf16", "int16"]), "arithmetic of the CPU device"),
-    engine("threads", AUTO_COUNT, "worker threads of the CPU device"),
-    engine("sim_noise", Kind::Float { min: 0.0, max: 1000.0 }, "scale of a simulated device's seeded noise"),
+    engine("threads", auto_integer(config::THREADS), "worker threads of the CPU device"),
+    engine("sim_noise", float(&config::SIM_NOISE), "scale of a simulated device's seeded noise"),
     Knob {
         name: "quantization",
         section: Section::Model,
@@ -119,11 +137,7 @@ pub static KNOBS: &[Knob] = &[
         doc: "which form of a synthetic model's weights",
     },
     load("request_rate", Kind::Rate, "requests offered a second; inf: all at once"),
-    load(
-        "burstiness",
-        Kind::Float { min: *BURSTINESS.start(), max: *BURSTINESS.end() },
-        "shape of the gaps between arrivals; 1 is Poisson",
-    ),
+    load("burstiness", float(&BURSTINESS), "shape of the gaps between arrivals; 1 is Poisson"),
     load(
         "concurrency",
         Kind::AutoInteger { min: 1, max: MOST_REQUESTS as i64 },
@@ -142,7 +156,7 @@ pub static KNOBS: &[Knob] = &[
         Kind::Integer { min: 0, max: MOST_TOKENS as i64 },
         "tokens at the start of a prompt that are shared",
     ),
-    load("prefix_count", COUNT, "different shared prefixes"),
+    load("prefix_count", PREFIXES, "different shared prefixes"),
     load("ignore_eos", Kind::Bool, "generate the full length whatever the tokens are"),
     load("temperature", Kind::Float { min: 0.0, max: 100.0 }, "0 is greedy"),
     load(

@@ -14,6 +14,7 @@
 //! All times here are seconds on the session's clock; `origin_s` is where the schedule's own 0 lies.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use super::probe::Probe;
 use super::schedule::{Pacing, Role, Schedule};
@@ -73,22 +74,12 @@ struct ProbeState {
     unanswered: usize,
     /// When victims stop asking.
     stop_s: Option<f64>,
-    /// Tokens the first victim has received of its current answer.
-    first_victim_tokens: usize,
 }
 
 impl Feed {
     pub fn new(schedule: Schedule, origin_s: f64) -> Self {
         let probe = match schedule.pacing {
-            Pacing::Probe(plan) => Some(ProbeState {
-                plan,
-                victims: vec![Some(NextVictim { intended_s: origin_s, due_s: origin_s }); plan.victims],
-                injected_s: None,
-                to_inject: plan.injectors,
-                unanswered: plan.injectors,
-                stop_s: None,
-                first_victim_tokens: 0,
-            }),
+            Pacing::Probe(plan) => Some(ProbeState::new(plan, origin_s)),
             _ => None,
         };
         let mut feed = Self {
@@ -105,11 +96,6 @@ impl Feed {
             (0..clients).for_each(|_| feed.client_is_free(origin_s));
         }
         feed
-    }
-
-    /// Requests of the whole run, where that is known beforehand.
-    pub fn total(&self) -> Option<usize> {
-        self.probe.is_none().then_some(self.schedule.requests.len())
     }
 
     /// When the next request falls due; `None` when nothing more comes, or only after an answer.
@@ -168,13 +154,13 @@ impl Feed {
             match event {
                 Event::Tokens { request, tokens } => {
                     let Some(state) = self.in_flight.get_mut(request) else { continue };
+                    let before = state.tokens;
                     state.tokens += tokens.len();
                     if let Some(probe) = &mut self.probe
                         && state.role == Role::Victim
                         && state.victim == 0
                     {
-                        probe.first_victim_tokens = state.tokens;
-                        probe.pin_injection(self.origin_s, now_s);
+                        probe.pin_injection(before..state.tokens, self.origin_s, now_s);
                     }
                 }
                 Event::Finished { request, .. } => {
@@ -259,9 +245,6 @@ impl Feed {
         let planned = match victim {
             Some(victim) => {
                 probe.victims[victim] = None;
-                if victim == 0 {
-                    probe.first_victim_tokens = 0;
-                }
                 &self.schedule.requests[victim]
             }
             None => {
@@ -279,14 +262,47 @@ impl Feed {
 }
 
 impl ProbeState {
-    /// With a pinned phase, the injection happens at the moment the first victim's chosen token arrives.
-    fn pin_injection(&mut self, origin_s: f64, now_s: f64) {
+    fn new(plan: Probe, origin_s: f64) -> Self {
+        Self {
+            plan,
+            victims: vec![Some(NextVictim { intended_s: origin_s, due_s: origin_s }); plan.victims],
+            injected_s: None,
+            to_inject: plan.injectors,
+            unanswered: plan.injectors,
+            stop_s: None,
+        }
+    }
+
+    /// With a pinned phase, the injection happens at the moment the first victim's chosen token arrives; `arrived` counts
+    /// its tokens from 0, and several come at once where drafts were accepted.
+    fn pin_injection(&mut self, arrived: Range<usize>, origin_s: f64, now_s: f64) {
         if let Some(token) = self.plan.inject_at_token
             && self.injected_s.is_none()
-            && self.first_victim_tokens == token
+            && (arrived.start + 1..=arrived.end).contains(&token)
             && now_s >= origin_s + self.plan.inject_after_s
         {
             self.injected_s = Some(now_s);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pinned_injection_is_not_jumped_over_by_tokens_that_come_together() {
+        let plan = Probe { inject_at_token: Some(16), inject_after_s: 1.0, ..Probe::default() };
+        let mut probe = ProbeState::new(plan, 0.0);
+        let answer = [(0, 1), (1, 6), (6, 11), (11, 15), (15, 20), (20, 25)];
+        let mut arrive = |start_s: f64| -> Option<f64> {
+            for (step, (from, to)) in answer.into_iter().enumerate() {
+                probe.pin_injection(from..to, 0.0, start_s + step as f64 * 0.01);
+            }
+            probe.injected_s
+        };
+        assert_eq!(arrive(0.5), None, "before its time");
+        assert_eq!(arrive(2.0), Some(2.04));
+        assert_eq!(arrive(3.0), Some(2.04), "once");
     }
 }

@@ -6,7 +6,7 @@
 //! keeps KV blocks and state slots apart, and both must fit.
 
 use super::shape::CacheShape;
-use crate::engine::account::pending_token_bytes;
+use crate::engine::account::{drafted_token_bytes, pending_token_bytes};
 use crate::engine::config::{CacheDtype, EngineConfig, KvLayout, LastLayer, Speculation};
 use crate::engine::device::CachePlan;
 use crate::engine::model::layout::ModelLayout;
@@ -170,13 +170,15 @@ impl<'a> Planner<'a> {
 
     /// A slot of the state pool: the state, and room for the tokens that it is behind.
     fn state_bytes(&self) -> u64 {
-        let kept = match self.config.state_write_interval {
+        let (spec, drafts) = (&self.layout.spec, self.shape.drafts);
+        let behind = match self.config.state_write_interval {
             // (Drafting devices have room for the eight tokens that a step may run one by one.)
-            Some(interval) if self.shape.drafts > 0 => (interval + self.shape.drafts).max(8),
-            Some(interval) if interval > 1 => interval,
-            _ => 0,
+            Some(interval) if drafts > 0 => (interval + drafts).max(8) as u64 * pending_token_bytes(spec),
+            Some(interval) if interval > 1 => interval as u64 * pending_token_bytes(spec),
+            // A device that writes with every token keeps the inputs of drafts until it knows which were accepted.
+            _ => drafts as u64 * drafted_token_bytes(spec),
         };
-        self.shape.state_bytes() + kept as u64 * pending_token_bytes(&self.layout.spec)
+        self.shape.state_bytes() + behind
     }
 
     /// KV blocks that `max_num_seqs` longest requests hold; twice as many where prefixes stay behind.
@@ -194,20 +196,23 @@ impl<'a> Planner<'a> {
         let slots = if self.shape.is_hybrid() {
             let seats = match config.kv_blocks {
                 // The blocks are settled; the rest of the memory is for states.
-                Some(blocks) => pool_bytes.saturating_sub(blocks as u64 * block_bytes) / state_bytes.max(1),
+                Some(blocks) => {
+                    pool_bytes.saturating_sub((blocks as u64).saturating_mul(block_bytes))
+                        / state_bytes.max(1)
+                }
                 None => pool_bytes / seat_bytes.max(1),
             };
             config.state_slots.map_or(seats.min(config.max_num_seqs as u64), |slots| slots as u64)
         } else {
             0
         };
-        let left = pool_bytes.checked_sub(slots * state_bytes);
+        let left = pool_bytes.checked_sub(slots.saturating_mul(state_bytes));
         let blocks = match (config.kv_blocks, left) {
             (Some(blocks), _) => blocks as u64,
             (None, Some(left)) => (left / block_bytes.max(1)).min(self.most_useful_blocks()),
             (None, None) => 0,
         };
-        let needed = slots * state_bytes + blocks * block_bytes;
+        let needed = slots.saturating_mul(state_bytes).saturating_add(blocks.saturating_mul(block_bytes));
         let no_seat = self.shape.is_hybrid() && slots == 0;
         if needed > pool_bytes || no_seat || (blocks < request_blocks && config.kv_blocks.is_none()) {
             let asked = if no_seat || config.kv_blocks.is_none() { seat_bytes.max(needed) } else { needed };
@@ -228,7 +233,8 @@ impl<'a> Planner<'a> {
             if self.shape.is_hybrid() { seats.min(config.max_num_seqs as u64) } else { 0 }
         };
         let bytes = |blocks: u64| {
-            blocks * block_bytes + if allocates { slots(blocks) * self.state_bytes() } else { 0 }
+            let states = if allocates { slots(blocks).saturating_mul(self.state_bytes()) } else { 0 };
+            blocks.saturating_mul(block_bytes).saturating_add(states)
         };
         let blocks = match config.kv_blocks {
             Some(blocks) => blocks as u64,

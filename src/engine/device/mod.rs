@@ -3,6 +3,7 @@
 //!
 //! The only place in the crate with `unsafe`, SIMD or CUDA.
 
+pub mod check;
 pub mod cpu;
 pub mod cuda;
 pub mod mapped_file;
@@ -93,6 +94,9 @@ pub trait Device: Send {
     fn free_bytes(&self) -> u64;
 
     /// Measured ceilings (data sheet values for a simulation). Measured on the first call, which takes seconds.
+    ///
+    /// # Errors
+    /// The memory to measure with is not there; a lost device.
     fn ceilings(&mut self) -> Result<Ceilings>;
 
     /// The ceilings of this moment, in a fraction of a second, where they wander: on a CPU whose memory other programs and
@@ -126,6 +130,9 @@ pub trait Device: Send {
 
     /// Puts the weights into the device's memory, tensor by tensor. Bytes needed are known before
     /// (`ModelLayout::weight_bytes`), and the caller has compared them with `free_bytes`.
+    ///
+    /// # Errors
+    /// A tensor that cannot be read or is not finite, a format the device has no kernels for, memory that is not there.
     fn load(
         &mut self,
         layout: &ModelLayout,
@@ -178,6 +185,9 @@ pub trait Model: Send {
     fn memory_bytes(&self) -> u64;
 
     /// Allocates the pools of `plan`. At most one session is open at a time.
+    ///
+    /// # Errors
+    /// Memory that is not there; a model, cache type or block size that the device has no kernels for.
     fn open(&self, plan: &CachePlan, config: &EngineConfig, clock: &Clock) -> Result<Box<dyn Session>>;
 }
 
@@ -318,6 +328,10 @@ pub struct TraceEnd {
 
 pub trait Session: Send {
     /// Queues a step and returns without waiting for it. Tickets are given in order.
+    ///
+    /// # Errors
+    /// What [`check::StepBounds::check`] says: blocks, slots, positions and tokens must lie in the plan and the vocabulary.
+    /// More steps in flight than the device has room for.
     fn submit(&mut self, step: &Step) -> Result<Ticket>;
 
     /// Blocks until the step is done. Steps are waited for in the order they were submitted. On a virtual clock, moves

@@ -1,4 +1,4 @@
-//! Rows of a stored matrix as f32, element by element: the reference that every packed kernel is tested against.
+//! Rows of a stored matrix as f32, element by element.
 //!
 //! Exact: (q - z) * s is one rounding in f32, and 16-bit floats widen without any.
 
@@ -8,9 +8,7 @@ use super::layout::WeightFormat;
 use super::synthetic;
 use super::weights::MatrixData;
 
-/// Row offset within a word's eight rows that nibble i of an AutoAWQ word holds.
-pub const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
-/// The nibble of an AutoAWQ word that holds row offset i: the inverse of [`AWQ_ORDER`].
+/// The nibble of an AutoAWQ word that holds row offset i of the word's eight rows.
 pub const AWQ_NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Writes rows `rows` of the [`total_rows`, `cols`] matrix, row-major, into `out`.

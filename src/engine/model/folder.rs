@@ -64,7 +64,7 @@ pub fn load(folder: &Path, name: &str) -> Result<Loaded> {
     }
     let mut hash = Sha256::new();
     hash.update(&config_bytes);
-    hash.update(files.header_hash);
+    hash.update(files.hash);
     let hash: String = hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
 
     let generation = generation_defaults(folder, &mut spec)?;

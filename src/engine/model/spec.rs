@@ -119,6 +119,11 @@ impl DeltaNet {
         2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
     }
 
+    /// Numbers that a token brings to the recurrence: inputs of the convolution, b and a.
+    pub fn token_elements(&self) -> usize {
+        self.conv_channels() + 2 * self.value_heads
+    }
+
     pub fn value_size(&self) -> usize {
         self.value_heads * self.value_dim
     }

@@ -8,7 +8,7 @@
 //! The function is short enough for a CUDA kernel to repeat bit for bit: 32-bit integer operations, one conversion and
 //! one f32 multiplication.
 
-use super::layout::{ModelLayout, WeightFormat};
+use super::layout::ModelLayout;
 use super::spec::{Linear, Role};
 use super::weights::{MatrixData, Weights};
 use crate::{Error, Result};
@@ -174,14 +174,6 @@ impl Weights for SyntheticWeights {
             }
         }
         Ok(values)
-    }
-}
-
-/// Format a synthetic matrix is held in, where a device needs it apart from the data.
-pub fn format_of(data: &MatrixData<'_>) -> Option<WeightFormat> {
-    match data {
-        MatrixData::Synthetic { format, .. } => Some(*format),
-        _ => None,
     }
 }
 

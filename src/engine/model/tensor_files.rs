@@ -19,6 +19,9 @@ use crate::{Error, Result};
 /// Prefixes of the text model's tensors; the first that matches is taken off.
 const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "language_model.", "model."];
 
+/// Bytes of a tensor that tell one set of weights from another of the same shape: a page, so that opening reads no more.
+const HASHED: usize = 4096;
+
 /// Names listed in a message before it ends with a count.
 const MOST_NAMED: usize = 5;
 
@@ -29,8 +32,8 @@ pub struct TensorFiles {
     /// Tensors that no model here loads: vision, multi-token prediction.
     unloaded: Vec<Stored>,
     pub skipped: Skipped,
-    /// SHA-256 of the headers and sizes of all files.
-    pub header_hash: [u8; 32],
+    /// SHA-256 of the headers and sizes of all files and of the first [`HASHED`] bytes of every tensor.
+    pub hash: [u8; 32],
 }
 
 /// A tensor and the file it is in.
@@ -56,7 +59,12 @@ impl TensorFiles {
             let (header, _) = split_header(&shown, map.bytes())?;
             hash.update((map.bytes().len() as u64).to_le_bytes());
             hash.update(header);
-            all.push(read_header(&shown, map.bytes())?);
+            let entries = read_header(&shown, map.bytes())?;
+            for entry in &entries {
+                let range = entry.range.start..entry.range.end.min(entry.range.start + HASHED);
+                hash.update(&map.bytes()[range]);
+            }
+            all.push(entries);
             files.push((path, map));
         }
         let mut this = Self {
@@ -64,7 +72,7 @@ impl TensorFiles {
             tensors: BTreeMap::new(),
             unloaded: Vec::new(),
             skipped: Skipped::default(),
-            header_hash: hash.finalize().into(),
+            hash: hash.finalize().into(),
         };
         for (file, entries) in all.into_iter().enumerate() {
             for entry in entries {

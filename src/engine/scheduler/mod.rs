@@ -190,10 +190,10 @@ impl Scheduler {
                 // It was the newest itself, and is back in the queue.
                 break;
             }
-            let entry = self.enter(key, input);
+            let (entry, recomputed) = self.enter(key, input);
             *budget -= entry.input + entry.drafts;
-            step.recomputed_tokens += entry.recomputed;
-            step.entries.push(entry.entry);
+            step.recomputed_tokens += recomputed;
+            step.entries.push(entry);
             position += 1;
         }
     }
@@ -259,16 +259,17 @@ impl Scheduler {
             sequence.admitted_before = true;
             self.waiting.pop_front();
             self.running.push(key);
-            let entry = self.enter(key, admitted.new_tokens);
+            let (entry, recomputed) = self.enter(key, admitted.new_tokens);
             budget -= entry.input;
-            step.recomputed_tokens += entry.recomputed;
-            step.entries.push(entry.entry);
+            step.recomputed_tokens += recomputed;
+            step.entries.push(entry);
         }
         None
     }
 
-    /// Books `input` tokens and the drafts of a sequence as computed by this step.
-    fn enter(&mut self, key: usize, input: usize) -> Entered {
+    /// Books `input` tokens and the drafts of a sequence as computed by this step. Also returns how many of them had been
+    /// computed before a preemption.
+    fn enter(&mut self, key: usize, input: usize) -> (Entry, usize) {
         let sequence = &mut self.sequences[key];
         let context = sequence.computed;
         let drafts = sequence.drafts.len();
@@ -282,7 +283,7 @@ impl Scheduler {
         }
         let decode = context >= sequence.prefill_until;
         let entry = Entry { key, id: sequence.id, context, input, drafts, samples, decode, source };
-        Entered { entry, input, drafts, recomputed }
+        (entry, recomputed)
     }
 
     /// The step is on the device under `ticket`.
@@ -373,11 +374,4 @@ impl Scheduler {
         self.by_id.remove(&sequence.id);
         self.sequences.remove(key);
     }
-}
-
-struct Entered {
-    entry: Entry,
-    input: usize,
-    drafts: usize,
-    recomputed: usize,
 }

@@ -24,7 +24,7 @@ impl NgramIndex {
     /// grows during a step. The caller has checked that 1 <= `min` <= `max`.
     pub fn new(min: usize, max: usize, prompt: &[u32], longest: usize) -> Self {
         let mut first = HashMap::default();
-        first.reserve(longest * (max - min + 1));
+        first.reserve(longest * (max.min(longest) + 1).saturating_sub(min));
         let mut index = Self { min, max, first, indexed: 0 };
         index.index_up_to(prompt, prompt.len().saturating_sub(1));
         index

@@ -1,9 +1,7 @@
-//! A step as the device keeps it: its slices copied, its sequences given rows, every index checked once.
+//! A step as the device keeps it: its slices copied, its sequences given rows.
 
-use super::cache::{KvPool, StatePool};
 use crate::engine::device::{Input, Step, Ticket, Want};
 use crate::engine::request::{RequestId, SamplingParams};
-use crate::{Error, Result};
 
 #[derive(Debug, Clone)]
 pub enum OwnedInput {
@@ -54,7 +52,7 @@ impl Sequence {
         match &self.want {
             OwnedWant::Nothing => 0..0,
             OwnedWant::Sample { .. } => self.kept - 1..self.tokens(),
-            OwnedWant::Logits { rows } => self.tokens() - rows.min(&self.tokens())..self.tokens(),
+            OwnedWant::Logits { rows } => self.tokens() - rows..self.tokens(),
             OwnedWant::LogProbOf { .. } => 0..self.tokens(),
         }
     }
@@ -69,66 +67,14 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Copies `step` and checks it against the pools.
-    ///
-    /// # Errors
-    /// Anything that would read or write outside the pools: the caller's bookkeeping is wrong.
-    pub fn new(
-        step: &Step<'_>,
-        kv: Option<&KvPool>,
-        state: Option<&StatePool>,
-        positions: usize,
-    ) -> Result<Self> {
+    /// Copies `step`, which has passed [`StepBounds::check`](crate::engine::device::check::StepBounds::check).
+    pub fn new(step: &Step<'_>) -> Self {
         let mut sequences = Vec::with_capacity(step.sequences.len());
         let mut rows = 0;
         for part in &step.sequences {
-            let fault = |what: String| {
-                Err(Error::failed(
-                    format!("request {}: {what}", part.request.0),
-                    "this is a fault of the program: please report it",
-                ))
-            };
-            let tokens = part.input.tokens() + part.drafts.len();
-            if part.input.tokens() == 0 {
-                return fault("a step without a new token".to_string());
-            }
-            let end = part.context_tokens + tokens;
-            if end > positions {
-                return fault(format!("{end} tokens, where the session was opened for {positions}"));
-            }
-            if let Some(kv) = kv {
-                let covered = part.blocks.len() * kv.block_tokens;
-                if covered < end {
-                    return fault(format!("blocks cover {covered} tokens of {end}"));
-                }
-                if let Some(&bad) = part.blocks.iter().find(|&&block| block as usize >= kv.blocks) {
-                    return fault(format!("block {bad} of {}", kv.blocks));
-                }
-            }
-            let mut slot = 0;
-            if let Some(state) = state {
-                match part.state_slot {
-                    Some(given) if (given as usize) < state.slots.len() => slot = given as usize,
-                    other => return fault(format!("state slot {other:?} of {}", state.slots.len())),
-                }
-                if part.drafts.len() > state.max_drafts {
-                    return fault(format!("{} drafts of at most {}", part.drafts.len(), state.max_drafts));
-                }
-            }
-            let want = match part.want {
-                Want::Nothing => OwnedWant::Nothing,
-                Want::Sample { seed, position, params } => OwnedWant::Sample { seed, position, params },
-                Want::Logits { rows } => OwnedWant::Logits { rows },
-                Want::LogProbOf { targets } if targets.len() == tokens => {
-                    OwnedWant::LogProbOf { targets: targets.to_vec() }
-                }
-                Want::LogProbOf { targets } => {
-                    return fault(format!("{} targets for {tokens} tokens", targets.len()));
-                }
-            };
             sequences.push(Sequence {
                 request: part.request,
-                slot,
+                slot: part.state_slot.map_or(0, |slot| slot as usize),
                 blocks: part.blocks.to_vec(),
                 context: part.context_tokens,
                 input: match part.input {
@@ -136,13 +82,18 @@ impl Batch {
                     Input::SampledBy { ticket, sequence } => OwnedInput::SampledBy { ticket, sequence },
                 },
                 drafts: part.drafts.to_vec(),
-                want,
+                want: match part.want {
+                    Want::Nothing => OwnedWant::Nothing,
+                    Want::Sample { seed, position, params } => OwnedWant::Sample { seed, position, params },
+                    Want::Logits { rows } => OwnedWant::Logits { rows },
+                    Want::LogProbOf { targets } => OwnedWant::LogProbOf { targets: targets.to_vec() },
+                },
                 first_row: rows,
                 kept: part.input.tokens(),
                 replay: 0,
             });
-            rows += tokens;
+            rows += part.input.tokens() + part.drafts.len();
         }
-        Ok(Self { sequences, rows, trace: step.trace })
+        Self { sequences, rows, trace: step.trace }
     }
 }

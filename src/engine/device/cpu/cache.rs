@@ -9,7 +9,7 @@
 
 use super::gemm::Element;
 use super::isa::LANES;
-use super::memory::{Buffer, Scratch};
+use super::memory::Buffer;
 use crate::engine::config::CacheDtype;
 use crate::engine::device::CachePlan;
 use crate::engine::model::spec::{DeltaNet, ModelSpec};
@@ -167,7 +167,8 @@ pub struct StatePool {
     pub max_drafts: usize,
     states: Vec<Buffer>,
     windows: Vec<Buffer>,
-    stashes: Vec<Scratch<f32>>,
+    /// [slots][drafts][`DeltaNet::token_elements`], where there are drafts.
+    stashes: Vec<Buffer>,
 }
 
 impl StatePool {
@@ -189,11 +190,10 @@ impl StatePool {
             let heads = slots * delta.value_heads;
             pool.states.push(Buffer::zeroed(heads * pool.head_elements() * element.bytes())?);
             pool.windows.push(Buffer::zeroed(slots * delta.window_elements() * 4)?);
-            let mut stash = Scratch::default();
             if plan.max_drafts > 0 {
-                stash.reserve(slots * plan.max_drafts * pool.stash_row())?;
+                let stash_bytes = slots * plan.max_drafts * delta.token_elements() * size_of::<f32>();
+                pool.stashes.push(Buffer::zeroed(stash_bytes)?);
             }
-            pool.stashes.push(stash);
         }
         Ok(pool)
     }
@@ -201,11 +201,6 @@ impl StatePool {
     /// Elements of one value head's state, padded.
     pub fn head_elements(&self) -> usize {
         self.value_tiles * self.delta.key_dim * LANES
-    }
-
-    /// Raw convolution inputs, then b, then a: all that a token brings to the recurrence.
-    pub fn stash_row(&self) -> usize {
-        self.delta.conv_channels() + 2 * self.delta.value_heads
     }
 
     pub fn state(&self, layer: usize, slot: usize, value_head: usize) -> *mut u8 {
@@ -226,7 +221,10 @@ impl StatePool {
     pub fn stash(&self, layer: usize, slot: usize, draft: usize) -> *mut f32 {
         debug_assert!(slot < self.slots.len() && draft < self.max_drafts);
         // SAFETY: in bounds by slot and draft.
-        unsafe { self.stashes[layer].ptr().get().add((slot * self.max_drafts + draft) * self.stash_row()) }
+        unsafe {
+            let row = (slot * self.max_drafts + draft) * self.delta.token_elements();
+            self.stashes[layer].as_mut_ptr().cast::<f32>().add(row)
+        }
     }
 
     /// How many stashed tokens a step that starts at `context` must replay into the state first.

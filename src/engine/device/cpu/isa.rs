@@ -14,9 +14,11 @@ pub const LANES: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512 F, BW, DQ and VL.
+    /// AVX-512 F, BW, DQ and VL. (Made by [`Isa::detect`] and [`Isa::available`] alone, as is the next.)
+    #[non_exhaustive]
     Avx512,
     /// AVX2 with FMA and F16C.
+    #[non_exhaustive]
     Avx2,
     /// Plain Rust, which is NEON on aarch64.
     Portable,
@@ -65,7 +67,8 @@ impl Isa {
     #[inline]
     pub fn run<W: Work>(self, work: W) -> W::Output {
         match self {
-            // SAFETY: a value of these variants comes from `detect`, which asked the CPU.
+            // SAFETY: a value of these variants comes from `detect` or `available`, which asked the CPU; no other crate can
+            // make one, and this one does not.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { run_avx512(work) },
             // SAFETY: as above.

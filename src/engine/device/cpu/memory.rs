@@ -128,7 +128,6 @@ impl Drop for Buffer {
 #[derive(Debug)]
 pub struct Scratch<T: Plain> {
     buffer: Option<Buffer>,
-    len: usize,
     kind: std::marker::PhantomData<T>,
 }
 
@@ -141,7 +140,7 @@ impl Plain for i32 {}
 
 impl<T: Plain> Default for Scratch<T> {
     fn default() -> Self {
-        Self { buffer: None, len: 0, kind: std::marker::PhantomData }
+        Self { buffer: None, kind: std::marker::PhantomData }
     }
 }
 
@@ -152,10 +151,8 @@ impl<T: Plain> Scratch<T> {
         if self.buffer.as_ref().is_none_or(|buffer| buffer.len() < bytes) {
             // The old block goes first, so that growing never holds both.
             self.buffer = None;
-            self.len = 0;
             self.buffer = Some(Buffer::zeroed(bytes.next_power_of_two())?);
         }
-        self.len = self.len.max(len);
         Ok(())
     }
 

@@ -33,14 +33,14 @@ mod trace;
 use std::sync::{Arc, Mutex};
 
 use self::gemm::Peak;
-use self::isa::Isa;
+use self::isa::{Isa, LANES};
 use self::model::{CpuModel, lock};
 use self::pool::Pool;
 use super::{
     Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, refuse_cuda_kernels, refuse_last_layer,
 };
 use crate::engine::account::Ceilings;
-use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
+use crate::engine::config::{CacheDtype, CpuMath, EngineConfig, THREADS};
 use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::weights::WeightSource;
 use crate::{Error, Result};
@@ -64,10 +64,10 @@ impl CpuDevice {
     pub fn new(threads: Option<usize>) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = threads.unwrap_or(cores);
-        if threads == 0 || threads > 1024 {
+        if !THREADS.contains(&threads) {
             return Err(Error::invalid(
                 format!("threads = {threads} is out of bounds"),
-                format!("threads must be 1 to 1024; this machine has {cores} cores"),
+                format!("threads must be 1 to {}; this machine has {cores} cores", THREADS.end()),
             ));
         }
         let isa = Isa::detect();
@@ -98,12 +98,8 @@ impl CpuDevice {
 }
 
 impl CpuDevice {
-    /// Arithmetic that [`Device::ceilings`] is given for, until a model is loaded with its own.
-    pub fn set_math(&mut self, math: CpuMath) {
-        self.peak = Peak::of_math(Isa::detect(), math);
-    }
-
-    /// For the model loaded last, a block of `bytes` that this device's threads read between other work, to measure the ceiling of the moment.
+    /// A block of `bytes` that this device's threads read between steps of the model loaded last, to measure the ceiling of
+    /// the moment.
     ///
     /// # Errors
     /// The system refuses the memory.
@@ -164,6 +160,15 @@ impl Device for CpuDevice {
     fn configure(&self, _layout: &ModelLayout, config: &mut EngineConfig) -> Result<()> {
         refuse_cuda_kernels(config, "the CPU device has its own")?;
         refuse_last_layer(config, "the CPU device runs the last layer on all rows")?;
+        if !config.kv_block_tokens.is_multiple_of(LANES) {
+            return Err(Error::invalid(
+                format!(
+                    "kv_block_tokens = {}: the CPU device keeps K and V in tiles of {LANES} tokens",
+                    config.kv_block_tokens
+                ),
+                format!("set kv_block_tokens={LANES} or a multiple of it"),
+            ));
+        }
         match config.state_write_interval {
             Some(interval) if interval > 1 => Err(Error::invalid(
                 format!(

@@ -221,7 +221,7 @@ fn row_output(
             sampling::log_probability(logits, targets[token]).map(RowOutput::LogProb)
         }
         OwnedWant::Logits { .. } | OwnedWant::Nothing => {
-            sampling::argmax(logits)?;
+            sampling::argmax(&logits[..real])?;
             Ok(RowOutput::Logits(logits.to_vec()))
         }
     }

@@ -233,10 +233,12 @@ impl Pool {
         wait_until(|| shared.left.load(Ordering::SeqCst) == entered, &shared.caller_asleep, &mut ahead);
         // Workers that come late find the gate closed.
         shared.gate.fetch_or(CLOSED, Ordering::SeqCst);
+        // Taken back, since the pool outlives the panic: dropping the weights runs one more phase while it unwinds.
+        let worker_panicked = shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(panic) = own {
             std::panic::resume_unwind(panic);
         }
-        assert!(!shared.panicked.load(Ordering::Relaxed), "a worker thread of the CPU device panicked");
+        assert!(!worker_panicked, "a worker thread of the CPU device panicked");
         ahead.read(LINES_BEFORE_LEAVING);
     }
 

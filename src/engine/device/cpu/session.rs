@@ -17,6 +17,7 @@ use super::output::{Head, HeadBuffers};
 use super::pool::Pool;
 use super::trace::Trace;
 use crate::engine::clock::Clock;
+use crate::engine::device::check::StepBounds;
 use crate::engine::device::{CachePlan, Session, Step, StepOutput, Ticket};
 use crate::{Error, Result};
 
@@ -30,7 +31,7 @@ pub struct CpuSession {
     kv: Option<KvPool>,
     state: Option<StatePool>,
     rope: RopeTable,
-    positions: usize,
+    bounds: StepBounds,
     buffers: Buffers,
     head: HeadBuffers,
     queued: VecDeque<(Ticket, Batch)>,
@@ -54,16 +55,15 @@ impl CpuSession {
             Some(delta) => Some(StatePool::new(delta, spec.delta_net_layers(), plan)?),
             None => None,
         };
-        // Drafts may reach past the longest request.
-        let positions = plan.max_model_len + plan.max_drafts + 1;
+        let bounds = StepBounds::new(spec, plan);
         Ok(Self {
             weights: Arc::clone(weights),
             pool: Arc::clone(pool),
             clock: clock.clone(),
             kv,
             state,
-            rope: RopeTable::new(&spec.attention, positions),
-            positions,
+            rope: RopeTable::new(&spec.attention, bounds.positions),
+            bounds,
             buffers: Buffers::default(),
             head: HeadBuffers::default(),
             queued: VecDeque::new(),
@@ -84,24 +84,17 @@ impl CpuSession {
                     match step.and_then(|(_, sampled)| sampled.get(*index).copied().flatten()) {
                         Some(token) => tokens.push(token),
                         None => {
-                            return Err(Error::failed(
-                                format!("step {} sampled no token for its sequence {index}", ticket.0),
-                                "this is a fault of the program: please report it",
-                            ));
+                            return Err(Error::bug(format!(
+                                "step {} sampled no token for its sequence {index}",
+                                ticket.0
+                            )));
                         }
                     }
                 }
             }
             tokens.extend_from_slice(&sequence.drafts);
         }
-        let vocab = self.weights.spec().vocab_size;
-        match tokens.iter().find(|&&token| token as usize >= vocab) {
-            None => Ok(tokens),
-            Some(token) => Err(Error::invalid(
-                format!("token {token} is outside the vocabulary of {vocab}"),
-                "check that the tokens come from this model's tokenizer",
-            )),
-        }
+        Ok(tokens)
     }
 
     fn run(&mut self, ticket: Ticket, mut batch: Batch) -> Result<StepOutput> {
@@ -144,7 +137,8 @@ impl CpuSession {
 
 impl Session for CpuSession {
     fn submit(&mut self, step: &Step) -> Result<Ticket> {
-        let batch = Batch::new(step, self.kv.as_ref(), self.state.as_ref(), self.positions)?;
+        self.bounds.check(step)?;
+        let batch = Batch::new(step);
         let ticket = Ticket(self.next);
         self.next += 1;
         self.queued.push_back((ticket, batch));
@@ -159,10 +153,7 @@ impl Session for CpuSession {
                     self.queued.push_front((queued, batch));
                     format!("step {} comes first", queued.0)
                 });
-                Err(Error::failed(
-                    format!("waited for step {}, but {found}", ticket.0),
-                    "this is a fault of the program: please report it",
-                ))
+                Err(Error::bug(format!("waited for step {}, but {found}", ticket.0)))
             }
         }
     }

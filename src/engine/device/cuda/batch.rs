@@ -212,10 +212,7 @@ impl Batch {
                 Input::Known(ids) => batch.tokens.extend(ids),
                 Input::SampledBy { ticket, sequence } => {
                     let word = sampled_by(ticket.0, sequence).ok_or_else(|| {
-                        Error::failed(
-                            format!("step {} sampled no token for sequence {sequence}", ticket.0),
-                            "",
-                        )
+                        Error::bug(format!("step {} sampled no token for sequence {sequence}", ticket.0))
                     })?;
                     batch.tokens.push(FROM_RING | word);
                 }
@@ -296,7 +293,10 @@ impl Batch {
     /// tokens that are in the stored state, and is moved on to what it will be after the step. Short sequences may be
     /// left up to `most_pending` tokens behind; where that is 0, and for chunks, states are written by the step. `capacity`:
     /// pending and new tokens of a short one that there is room for.
-    pub fn place_states(&mut self, stored: &mut [usize], most_pending: usize, capacity: usize) {
+    ///
+    /// # Errors
+    /// A stored state that cannot be brought to its sequence's context: the caller's bookkeeping is wrong.
+    pub fn place_states(&mut self, stored: &mut [usize], most_pending: usize, capacity: usize) -> Result<()> {
         let deferred = if most_pending > 0 { self.short_sequences } else { 0 };
         self.settle_from = None;
         for (place, sequence) in self.sequences.iter_mut().enumerate() {
@@ -305,8 +305,17 @@ impl Batch {
                 continue;
             };
             let context = sequence.context as usize;
-            // A slot that was last used elsewhere starts afresh, with a context of 0.
-            let pending = context.checked_sub(*stored).filter(|&tokens| tokens <= capacity).unwrap_or(0);
+            let pending = match context.checked_sub(*stored) {
+                // A slot that was last used elsewhere starts afresh.
+                _ if context == 0 => 0,
+                Some(pending) if pending <= capacity => pending,
+                _ => {
+                    let slot = sequence.slot;
+                    return Err(Error::bug(format!(
+                        "state slot {slot} holds {stored} tokens, a step asks for {context}"
+                    )));
+                }
+            };
             sequence.pending = pending as i32;
             if place < deferred {
                 // Sequences that came together take turns, so that steps stay alike.
@@ -322,6 +331,7 @@ impl Batch {
                 *stored = context + sequence.count as usize;
             }
         }
+        Ok(())
     }
 
     /// A decode step that a captured graph can run: one token a sequence, one sample each, nothing else.

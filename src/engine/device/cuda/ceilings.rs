@@ -104,13 +104,16 @@ fn dense_rate(gpu: &Gpu, stream: &Stream) -> Result<f64> {
 fn launch_cost(gpu: &Gpu, stream: &Stream) -> Result<f64> {
     let kernel = gpu.kernel(&units::PROBE, "probe_empty")?;
     let graph_of = |launches: usize| {
-        stream.capture(|| {
-            for _ in 0..launches {
-                // SAFETY: a kernel without parameters.
-                unsafe { stream.launch(&kernel, Launch::new(1, 32), &[])? };
-            }
-            Ok(())
-        })
+        // SAFETY: nothing is pointed to.
+        unsafe {
+            stream.capture(|| {
+                for _ in 0..launches {
+                    // SAFETY: a kernel without parameters.
+                    stream.launch(&kernel, Launch::new(1, 32), &[])?;
+                }
+                Ok(())
+            })
+        }
     };
     let (few, many) = (graph_of(100)?, graph_of(600)?);
     let few_s = best(gpu, stream, || stream.launch_graph(&few))?;

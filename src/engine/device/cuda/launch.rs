@@ -281,11 +281,6 @@ impl Stream {
         recording.map_or_else(|| (Vec::new(), Vec::new()), |recording| (recording.launches, recording.events))
     }
 
-    /// Lets launches overlap, or not. On by default.
-    pub fn set_overlap(&self, on: bool) {
-        self.overlap.set(on);
-    }
-
     /// Marks this point of the stream.
     pub fn record(&self, event: &Event) -> Result<()> {
         // SAFETY: both handles are live.
@@ -354,9 +349,14 @@ impl Stream {
         check(code, || format!("zeroing {bytes} bytes"))
     }
 
-    /// Records what `body` puts on the stream into a graph instead of running it. The pointers captured must stay valid as
-    /// long as the graph is launched.
-    pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    /// Records what `body` puts on the stream into a graph instead of running it.
+    ///
+    /// # Safety
+    /// The pointers captured stay valid as long as the graph is launched.
+    ///
+    /// # Errors
+    /// What `body` returns; a call that cannot be captured.
+    pub unsafe fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is live and not capturing; the capture is ended below on every path.
         check(unsafe { result::stream::begin_capture(self.raw, mode) }, || {

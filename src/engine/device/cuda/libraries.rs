@@ -100,7 +100,38 @@ fn sorted_children(folder: &Path, prefix: &str) -> Vec<PathBuf> {
         .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
         .map(|entry| entry.path())
         .collect();
-    children.sort();
-    children.reverse();
+    children.sort_by_cached_key(|path| std::cmp::Reverse(version_key(path)));
     children
+}
+
+/// A file's name as text and numbers in turn, so that 12.10 comes after 12.9.
+fn version_key(path: &Path) -> Vec<(String, u64)> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut parts = vec![(String::new(), 0u64)];
+    for c in name.chars() {
+        match (c.to_digit(10), parts.last_mut()) {
+            (Some(digit), Some((_, number))) => {
+                *number = number.saturating_mul(10).saturating_add(digit.into())
+            }
+            (None, Some((text, 0))) => text.push(c),
+            _ => parts.push((c.to_string(), 0)),
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn higher_versions_come_first() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["cuda-9.2", "cuda-12.9", "cuda-13.0", "cuda-12.10", "other-99"] {
+            std::fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        let names = sorted_children(folder.path(), "cuda");
+        let names: Vec<_> = names.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["cuda-13.0", "cuda-12.10", "cuda-12.9", "cuda-9.2"]);
+    }
 }

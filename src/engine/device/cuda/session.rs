@@ -20,6 +20,7 @@ use super::trace::{self, Timing};
 use super::weights::GpuWeights;
 use crate::engine::clock::Clock;
 use crate::engine::config::{CudaKernels, EngineConfig};
+use crate::engine::device::check::StepBounds;
 use crate::engine::device::{
     CachePlan, KernelRecord, SequenceOutput, Session, Step, StepOutput, Ticket, TraceEnd,
 };
@@ -78,6 +79,7 @@ pub struct CudaSession {
     in_flight: VecDeque<InFlight>,
     /// Output row of each sequence's token for the last steps, by ticket modulo RING.
     sampled: [(u64, Vec<Option<u32>>); RING],
+    bounds: StepBounds,
     /// By state slot: tokens that are in its stored states.
     stored: Vec<usize>,
     next_ticket: u64,
@@ -123,6 +125,7 @@ impl CudaSession {
             ring_rows: outputs,
             in_flight: VecDeque::new(),
             sampled: std::array::from_fn(|_| (u64::MAX, Vec::new())),
+            bounds: StepBounds::new(spec, plan),
             stored: vec![0; plan.state_slots],
             next_ticket: 0,
             clock: clock.clone(),
@@ -195,9 +198,10 @@ impl CudaSession {
 
 impl Session for CudaSession {
     fn submit(&mut self, step: &Step) -> Result<Ticket> {
+        self.bounds.check(step)?;
         self.gpu.bind()?;
         if self.in_flight.len() >= RING - 1 {
-            return Err(Error::failed(format!("more than {} steps in flight", RING - 1), ""));
+            return Err(Error::bug(format!("more than {} steps in flight", RING - 1)));
         }
         if step.trace && self.timing.is_none() {
             self.start_trace()?;
@@ -216,7 +220,7 @@ impl Session for CudaSession {
             None
         };
         let (most_pending, capacity) = self.forward.most_pending(&batch);
-        batch.place_states(&mut self.stored, most_pending, capacity);
+        batch.place_states(&mut self.stored, most_pending, capacity)?;
         // States are brought up to date now and then only, so no graph has that.
         let graph = graph.filter(|_| batch.settle_from.is_none());
         let tiles = self.forward.tiles(&batch);
@@ -227,10 +231,10 @@ impl Session for CudaSession {
         let metadata = unsafe { slot.metadata.slice_mut() };
         let needed = offsets.table + 4 * batch.table.len();
         if needed > metadata.len() {
-            return Err(Error::failed(
-                format!("a step's metadata takes {needed} bytes, and {} were planned", metadata.len()),
-                "this is a fault of the program: please report it",
-            ));
+            return Err(Error::bug(format!(
+                "a step's metadata takes {needed} bytes, and {} were planned",
+                metadata.len()
+            )));
         }
         let bytes = batch.write(&offsets, ring_offset, &tiles.list, metadata);
 
@@ -269,7 +273,11 @@ impl Session for CudaSession {
                 let done = self.run(&batch, &tiles, offsets, &mut in_flight);
                 let (launches, events) = self.stream.stop_recording();
                 in_flight.events = events;
-                done?;
+                if let Err(error) = done {
+                    // Copies that are queued already write to `in_flight`'s page-locked memory.
+                    self.stream.synchronize()?;
+                    return Err(error);
+                }
                 in_flight.moved_bytes = moved_bytes(&launches);
                 launches
             }
@@ -287,9 +295,10 @@ impl Session for CudaSession {
 
     fn wait(&mut self, ticket: Ticket) -> Result<StepOutput> {
         self.gpu.bind()?;
-        let Some(step) = self.in_flight.pop_front().filter(|step| step.ticket == ticket.0) else {
-            return Err(Error::failed(format!("step {} is not the oldest in flight", ticket.0), ""));
-        };
+        if self.in_flight.front().is_none_or(|step| step.ticket != ticket.0) {
+            return Err(Error::bug(format!("step {} is not the oldest in flight", ticket.0)));
+        }
+        let Some(step) = self.in_flight.pop_front() else { unreachable!("looked at above") };
         let turn = ticket.0 as usize % RING;
         let slot = &self.slots[turn];
         let was_done = slot.end.is_done()?;
@@ -342,7 +351,8 @@ impl CudaSession {
 
     /// Records a padded decode step.
     fn capture(&self, batch: &Batch, tiles: &Tiles, offsets: Offsets) -> Result<Captured> {
-        let graph = self.stream.capture(|| self.plain(batch, tiles, offsets))?;
+        // SAFETY: what a plain decode step points to is the session's own and lives as long as its graphs.
+        let graph = unsafe { self.stream.capture(|| self.plain(batch, tiles, offsets))? };
         // The only launches whose bytes depend on more than the batch size are those over the contexts.
         const LONGER: u64 = 1 << 10;
         let longer = Batch { short_context: batch.short_context + LONGER, ..batch.clone() };

@@ -76,7 +76,6 @@ impl Device for FixedDevice {
         MEMORY_BYTES
     }
 
-    /// Round numbers: nothing here is charged by them.
     /// None: a step costs the same whatever it moves.
     fn ceilings(&mut self) -> Result<Ceilings> {
         Ok(Ceilings {
@@ -187,10 +186,7 @@ impl Session for FixedSession {
                 self.clock.wait_until(output.end_s);
                 Ok(output)
             }
-            _ => Err(Error::failed(
-                format!("step {} was waited for out of order", ticket.0),
-                "this is a fault of the engine; please report it",
-            )),
+            _ => Err(Error::bug(format!("step {} was waited for out of order", ticket.0))),
         }
     }
 }

@@ -159,11 +159,6 @@ impl SimDevice {
         Self { drafts: self.drafts.clone(), ..Self::new(id, self.base, figures) }
     }
 
-    /// The same device writing texts that repeat themselves otherwise.
-    pub fn with_drafts(&self, drafts: DraftModel) -> Self {
-        Self { drafts, ..self.clone() }
-    }
-
     pub fn is_series(&self) -> bool {
         matches!(self.base, Base::Series(_))
     }

@@ -129,7 +129,7 @@ fn states_take_turns_to_be_written_and_chunks_find_them_settled() {
     for step in 0..48 {
         let mut batch = Batch { short_sequences: 6, ..Batch::default() };
         batch.sequences = (0..6).map(|slot| short(slot, step)).collect();
-        batch.place_states(&mut stored, 4, 8);
+        batch.place_states(&mut stored, 4, 8).unwrap();
         assert_eq!(batch.settle_from, None);
         let written: Vec<_> = batch.sequences.iter().filter(|sequence| sequence.write == 1).collect();
         assert!(step < 4 || (1..=2).contains(&written.len()), "step {step}: {}", written.len());
@@ -143,7 +143,14 @@ fn states_take_turns_to_be_written_and_chunks_find_them_settled() {
     // Slot 2 goes on with a chunk, slot 3 starts anew, slot 0 decodes on: only the chunks' states are settled.
     let mut batch = Batch { short_sequences: 1, ..Batch::default() };
     batch.sequences = vec![short(0, 48), short(2, 48), short(3, 0)];
-    batch.place_states(&mut stored, 4, 8);
+    batch.place_states(&mut stored, 4, 8).unwrap();
     assert_eq!((batch.settle_from, stored[2], stored[3]), (Some(1), 49, 1));
     assert!(batch.sequences[1].pending > 0 && batch.sequences[2].pending == 0);
+
+    // A state further behind than there is room for, and one that is ahead.
+    for context in [60, 40] {
+        let mut batch = Batch { short_sequences: 1, sequences: vec![short(0, context)], ..Batch::default() };
+        let error = batch.place_states(&mut stored, 4, 8).unwrap_err().to_string();
+        assert!(error.contains(&format!("a step asks for {context}")), "{error}");
+    }
 }

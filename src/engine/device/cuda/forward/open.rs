@@ -176,7 +176,8 @@ impl Forward {
                 MixerWeights::Attention(attention) => (&attention.input, &attention.output, self.qkv_pitch),
             };
             uses.extend(input.iter().map(|(matrix, _)| (matrix, to_mixed(stride))));
-            if let MixerWeights::Attention(attention) = &layer.mixer {
+            // The last layer's queries, keys and values are multiplied apart only where a step narrows to its outputs.
+            if let (MixerWeights::Attention(attention), true) = (&layer.mixer, self.narrows) {
                 let apart = attention.apart.iter().flat_map(|apart| apart.queries.iter().chain(&apart.keys));
                 uses.extend(apart.map(|(matrix, _)| (matrix, to_mixed(stride))));
             }
