@@ -30,6 +30,11 @@ impl Error {
         Self::Failed { fact: fact.into(), hint: hint.into() }
     }
 
+    /// What cannot happen unless the program is wrong.
+    pub fn bug(fact: impl Into<String>) -> Self {
+        Self::failed(fact, "this is a fault of the program: please report it, with the command line")
+    }
+
     /// A file that could not be read as input: the user's to mend.
     pub fn read(path: &Path, source: &std::io::Error) -> Self {
         let hint = match source.kind() {

@@ -264,7 +264,29 @@ fn resume(path: &Path, record: &mut RunRecord, force: bool) -> Result<ResultsFol
     }
     let folder = continue_in(path, &earlier, record)?;
     record.forced.extend(differences);
+    for note in rows_of_other_plans(&folder, record) {
+        if !record.forced.contains(&note) {
+            output::warning(&note);
+            record.forced.push(note);
+        }
+    }
     Ok(folder)
+}
+
+/// What `--force` leaves in a folder that the plan would not have put there, a line an arm.
+fn rows_of_other_plans(folder: &ResultsFolder, record: &RunRecord) -> Vec<String> {
+    let mut notes = Vec::new();
+    for cell in folder.finished() {
+        let note = match record.plan.arms.iter().find(|arm| arm.name == cell.arm) {
+            Some(arm) if arm.config_hash() == cell.config_hash => continue,
+            Some(_) => format!("arm {}: its finished rows are of another model, load or engine", cell.arm),
+            None => format!("arm {}: the plan has none, its finished rows stay", cell.arm),
+        };
+        if !notes.contains(&note) {
+            notes.push(note);
+        }
+    }
+    notes
 }
 
 /// Opens the folder of an earlier run and takes over what its record says of the past.
@@ -278,13 +300,19 @@ pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> 
     record.resumed.push(record::now());
     record.forced = earlier.forced.clone();
     record.warnings = earlier.warnings.clone();
-    for model in &mut record.models {
-        if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
-            model.load_s = before.load_s;
-            model.cold_step_ms = before.cold_step_ms;
-            model.perplexity = before.perplexity;
-        }
-    }
+    // (Arms of another plan keep what was said of them.)
+    let kept = |arm: &str| folder.finished().iter().any(|cell| cell.arm == arm);
+    let arms: Vec<_> = earlier.arms.iter().filter(|arm| kept(&arm.name)).cloned().collect();
+    let models: Vec<_> = earlier
+        .models
+        .iter()
+        .filter(|model| {
+            record.models.iter().any(|other| other.reference == model.reference)
+                || arms.iter().any(|arm| arm.model == model.reference)
+        })
+        .cloned()
+        .collect();
+    record.add_facts(&arms, &models);
     Ok(folder)
 }
 

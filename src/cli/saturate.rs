@@ -101,7 +101,7 @@ impl SaturateFlags {
             let arm = arm_of(&mut plan, trial, base_prompts, &mut prepared, device.as_ref())?;
             let cell = Cell { arm, repeat: repeat as usize };
             // The search goes by what it finds, so a resumed one asks for the same rates in the same order.
-            if folder.finished().contains(&cell) {
+            if folder.has(&plan.arms[arm].name, cell.repeat) {
                 return finished_row(&folder, &plan.arms[arm].name, repeat);
             }
             if plan.arms.len() > arms {

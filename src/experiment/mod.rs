@@ -7,6 +7,7 @@ pub mod drive;
 pub mod estimate;
 pub mod folder;
 pub mod interrupt;
+pub mod journal;
 pub mod knobs;
 pub mod plan;
 pub mod prepare;

@@ -153,6 +153,15 @@ pub struct ModelRecord {
     pub perplexity: Option<f64>,
 }
 
+impl ModelRecord {
+    /// Takes over what another part of the run measured and this one did not.
+    fn fill_from(&mut self, other: &Self) {
+        self.load_s = self.load_s.or(other.load_s);
+        self.cold_step_ms = self.cold_step_ms.or(other.cold_step_ms);
+        self.perplexity = self.perplexity.or(other.perplexity);
+    }
+}
+
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ResolvedArm {
     pub name: String,
@@ -286,6 +295,22 @@ impl RunRecord {
         })
     }
 
+    /// Takes over what another part of the run knows of arms and models.
+    pub fn add_facts(&mut self, arms: &[ResolvedArm], models: &[ModelRecord]) {
+        for arm in arms {
+            if !self.arms.iter().any(|own| own.name == arm.name) {
+                self.arms.push(arm.clone());
+            }
+        }
+        for model in models {
+            match self.models.iter_mut().find(|own| own.reference == model.reference) {
+                Some(own) if own.hash == model.hash => own.fill_from(model),
+                Some(_) => {}
+                None => self.models.push(model.clone()),
+            }
+        }
+    }
+
     /// Notes what the ceilings were around an arm, in place of an earlier pass that left no rows.
     pub fn add_ceilings(&mut self, around: ArmCeilings) {
         self.arm_ceilings.retain(|other| other.arm != around.arm || other.repeat != around.repeat);
@@ -335,8 +360,12 @@ impl RunRecord {
         compare("build", &self.build, &other.build);
         compare("device", &self.device.id, &other.device.id);
         compare("device name", &self.device.name, &other.device.name);
+        // (A forced run may have kept models of arms that are not in its plan.)
         let hashes = |record: &Self| {
-            record.models.iter().map(|model| model.hash.clone()).collect::<Vec<_>>().join(" ")
+            let planned =
+                |model: &&ModelRecord| record.plan.arms.iter().any(|arm| arm.model == model.reference);
+            let hashes = record.models.iter().filter(planned).map(|model| model.hash.as_str());
+            hashes.collect::<Vec<_>>().join(" ")
         };
         compare("weights", &hashes(self), &hashes(other));
         all

@@ -9,6 +9,7 @@ use std::time::Instant;
 use super::drive::{Submission, drive};
 use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
 use super::interrupt;
+use super::journal::FinishedCell;
 use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
 use super::quality;
@@ -99,7 +100,7 @@ impl Runner<'_> {
             if self.prepared.arms[cell.arm].is_none() {
                 continue;
             }
-            if self.folder.finished().contains(&cell) || self.is_over_saturated(cell)? {
+            if self.is_finished(cell) || self.is_over_saturated(cell)? {
                 continue;
             }
             if self.until.is_some_and(|until| Instant::now() >= until) {
@@ -121,7 +122,7 @@ impl Runner<'_> {
         let mut trace = ChromeTrace::default();
         let mut kernels: Vec<KernelRow> = Vec::new();
         for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(cells, cell.arm)) {
-            if !self.folder.finished().contains(&cell) || !self.load(loaded, cell.arm)? {
+            if !self.is_finished(cell) || !self.load(loaded, cell.arm)? {
                 continue;
             }
             let Some(on_device) = loaded.as_mut() else { continue };
@@ -158,6 +159,10 @@ impl Runner<'_> {
             Some(on_device) => self.measure(on_device, cell, position).map(Some),
             None => Ok(None),
         }
+    }
+
+    fn is_finished(&self, cell: Cell) -> bool {
+        self.folder.has(&self.plan.arms[cell.arm].name, cell.repeat)
     }
 
     /// Whether a sweep over rising rates has already shown, in this repeat, that a rate this high teaches nothing more.
@@ -405,7 +410,7 @@ impl Runner<'_> {
         {
             files.insert(0, ("cold.csv", rows([cold])?));
         }
-        self.folder.append(cell, &files)?;
+        self.folder.append(FinishedCell::new(arm, cell.repeat), &files)?;
         self.progress.line(&overview::one_line(&summary, self.plan.repeats));
         Ok(summary)
     }

@@ -133,7 +133,7 @@ fn saturate_finds_the_rate_a_queue_can_take() {
 fn kill_after(folder: &std::path::Path, cells: usize) {
     let journal = read(folder, "cells.jsonl");
     let kept: Vec<&str> = journal.lines().take(cells).collect();
-    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ce", kept.join("\n"))).unwrap();
+    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ar", kept.join("\n"))).unwrap();
 }
 
 #[test]
@@ -172,6 +172,50 @@ fn shards_of_a_sweep_merge_to_the_whole() {
     env.run(&format!("merge {one} {one} --out twice")).fails(2, "again", "once");
     let part = env.run(&format!("merge {one} --out part")).ok();
     assert!(part.stderr.contains("3 of 6 runs of an arm are missing"), "{}", part.stderr);
+}
+
+/// Each shard knows its own arms: none of their rows is lost, nor what was measured of a model.
+#[test]
+fn shards_of_different_plans_are_merged_by_force() {
+    let env = TestEnv::new();
+    let run = |values: &str, out: &str| {
+        env.run(&format!("sweep --knob max_num_seqs --values {values} {FAST} --out {out}")).ok();
+        env.results(out)[0].clone()
+    };
+    let (one, two) = (run("1,2", "one"), run("4,8,16", "two"));
+    let of_model = |folder: &std::path::Path, key: &str| {
+        let run: serde_json::Value = serde_json::from_str(&read(folder, "run.json")).unwrap();
+        run["models"][0][key].clone()
+    };
+    let edit = |folder: &std::path::Path, from: &str, to: &str| {
+        let text = read(folder, "run.json");
+        assert!(text.contains(from), "{text}");
+        std::fs::write(folder.join("run.json"), text.replace(from, to)).unwrap();
+    };
+    edit(&two, "\"perplexity\": null", "\"perplexity\": 7.25");
+    let shards = format!("{} {}", one.display(), two.display());
+    env.run(&format!("merge {shards} --out merged")).fails(2, "no shard of the same run: plan", "--force");
+    env.run(&format!("merge {shards} --force --out merged")).ok();
+    let merged = env.results("merged")[0].clone();
+    for name in ["summary.csv", "requests.csv", "steps.csv"] {
+        let rows = |folder: &std::path::Path| read(folder, name).split_once('\n').unwrap().1.to_string();
+        assert_eq!(rows(&merged), rows(&one) + &rows(&two), "{name}");
+    }
+    let run: serde_json::Value = serde_json::from_str(&read(&merged, "run.json")).unwrap();
+    assert_eq!((&run["status"], run["arms"].as_array().unwrap().len()), (&"complete".into(), 5));
+    assert!(run["forced"][0].as_str().unwrap().starts_with("plan: "), "{}", run["forced"]);
+    assert_eq!(of_model(&merged, "perplexity"), 7.25);
+    assert_eq!(of_model(&merged, "load_s"), of_model(&one, "load_s"));
+    // Rows that no journal names are told, not dropped.
+    let text = read(&two, "cells.jsonl");
+    let lines: Vec<&str> = text.lines().collect();
+    std::fs::write(two.join("cells.jsonl"), format!("{}\n{}\n", lines[0], lines[2])).unwrap();
+    env.run(&format!("merge {} --out lost", two.display())).fails(2, "rows of arm max_num_seqs=8", "damaged");
+    // What a kill left unfinished is.
+    std::fs::write(two.join("cells.jsonl"), format!("{}\n", lines[0])).unwrap();
+    let part = env.run(&format!("merge {} --out cut", two.display())).ok();
+    assert!(part.stderr.contains("2 of 3 runs of an arm are missing"), "{}", part.stderr);
+    assert_eq!(read(&env.results("cut")[0], "summary.csv").lines().count(), 2);
 }
 
 #[test]
