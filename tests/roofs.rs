@@ -132,11 +132,10 @@ fn run(at_start: f64, later: &[f64]) -> (tempfile::TempDir, RunResults) {
         ceilings,
         folder: &mut folder,
         record: &mut record,
-        trace: false,
         until: None,
         progress: &mut Quiet,
     }
-    .run()
+    .run(&mut None)
     .unwrap();
     assert_eq!(ending, Ending::Complete);
     record.warn_of_ceilings();

@@ -10,21 +10,20 @@ use super::progress::Bar;
 use super::session::warn_of_memory;
 use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
-use crate::experiment::claims::{self, Outcome, Verdict};
+use crate::experiment::claims::{self, Outcome};
 use crate::experiment::device;
 use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::interrupt;
 use crate::experiment::plan::{self, Plan, PlanOptions};
 use crate::experiment::prepare::{Prepared, prepare};
 use crate::experiment::record::{self, DeviceRecord, RunRecord, Status};
-use crate::experiment::runner::{Ending, Runner};
+use crate::experiment::runner::{Ending, Loaded, Runner};
 use crate::experiment::spec::{self, Rig};
 use crate::explain::compare;
 use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::summary::SCHEMA;
 use crate::report::results::RunResults;
-use crate::report::{export, json};
-use crate::workload::seeds::repeat_seed;
+use crate::report::{consumers, export, json};
 use crate::{Error, Result};
 
 /// The experiment name of a sweep.
@@ -81,6 +80,7 @@ fn device_threads(plan: &Plan) -> Option<usize> {
 pub fn execute(request: &Request) -> Result<()> {
     let options = &request.options;
     let flags = &request.output;
+    let until = flags.deadline()?;
     let (rig, reason) = device::rig(&options.device)?;
     let plan = build_plan(options, &rig)?;
     let mut device = device::open(&options.device, device_threads(&plan))?.device;
@@ -113,20 +113,18 @@ pub fn execute(request: &Request) -> Result<()> {
 
     let monitor = watch_gpu(device.as_ref());
     let mut bar = Bar::new();
-    let outcome = {
-        let mut runner = Runner {
-            plan: &plan,
-            prepared: &mut prepared,
-            device: device.as_mut(),
-            ceilings: record.ceilings,
-            folder: &mut folder,
-            record: &mut record,
-            trace: flags.trace,
-            until: flags.deadline()?,
-            progress: &mut bar,
-        };
-        runner.run()
-    };
+    let mut loaded = None;
+    let outcome = Runner {
+        plan: &plan,
+        prepared: &mut prepared,
+        device: device.as_mut(),
+        ceilings: record.ceilings,
+        folder: &mut folder,
+        record: &mut record,
+        until,
+        progress: &mut bar,
+    }
+    .run(&mut loaded);
     record.ended = Some(record::now());
     record.warn_of_ceilings();
     let at_end = DeviceRecord::new(device.info(), "").facts;
@@ -148,44 +146,83 @@ pub fn execute(request: &Request) -> Result<()> {
     if let Ending::OutOfTime(left) = ending {
         output::note(&format!("the budget is spent, {left} runs of an arm are left: {}", interrupt::hint()));
     }
-    finish(&folder, record, flags)
-}
-
-fn finish(folder: &ResultsFolder, record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
-    let verdicts = report(folder, record, flags.format)?;
+    report(&folder, &mut record, flags.format)?;
     if flags.compare_sim {
-        let results = RunResults::read(folder.path())?;
-        // (On a GPU in the table the report has it already.)
-        if !compare::by_default(&results) {
-            let text = compare::section(&results, flags.format);
-            match flags.format {
-                Format::Table | Format::Md => output::data(&format!("\n{text}"))?,
-                // Data on stdout stays what it is.
-                Format::Csv | Format::Json => output::note(&text),
-            }
-        }
+        compare_with_simulation(&folder, flags.format)?;
     }
-    let broken = verdicts.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
+    if flags.trace && ending == Ending::Complete {
+        let mut runner = Runner {
+            plan: &plan,
+            prepared: &mut prepared,
+            device: device.as_mut(),
+            ceilings: record.ceilings,
+            folder: &mut folder,
+            record: &mut record,
+            until: None,
+            progress: &mut Bar::new(),
+        };
+        trace(&mut runner, &mut loaded, flags.format)?;
+    }
+    let broken = record.claims.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
     let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
     if flags.check && !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
-            "",
+            format!("see why with `inferwall explain {}`", folder.path().display()),
         ));
     }
     Ok(())
 }
 
+/// Each arm beside its simulation, where the report does not have that already (on a GPU in the table).
+fn compare_with_simulation(folder: &ResultsFolder, format: Format) -> Result<()> {
+    let results = RunResults::read(folder.path())?;
+    if compare::by_default(&results) {
+        return Ok(());
+    }
+    let text = compare::section(&results, format);
+    match format {
+        Format::Table | Format::Md => output::data(&format!("\n{text}")),
+        // Data on stdout stays what it is.
+        Format::Csv | Format::Json => {
+            output::note(&text);
+            Ok(())
+        }
+    }
+}
+
+/// The traced pass of a run that is complete and reported: whatever becomes of the trace, the run stays that.
+fn trace(runner: &mut Runner, loaded: &mut Option<Loaded>, format: Format) -> Result<()> {
+    interrupt::set_hint(format!(
+        "the run is complete, only its trace is not: for that add --trace to {}",
+        resume_command(runner.record, runner.folder.path())
+    ));
+    match runner.trace(loaded) {
+        Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
+        Err(error) => {
+            let warning = format!("the traced pass failed: {error}");
+            output::warning(&warning);
+            runner.record.warnings.push(warning);
+        }
+        Ok(()) => {}
+    }
+    runner.save_record()?;
+    let results = RunResults::read(runner.folder.path())?;
+    write_report_files(runner.folder, &results)?;
+    if let (Format::Table | Format::Md, Some(largest)) = (format, consumers::render(&results, format)?) {
+        output::data(&format!("\n{largest}"))?;
+    }
+    Ok(())
+}
+
 /// Checks the claims, writes run.json and the report files, and prints the table.
-pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> Result<Vec<Verdict>> {
+pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) -> Result<()> {
     folder.replace(RUN_FILE, &record.json()?)?;
     let mut results = RunResults::read(folder.path())?;
     record.claims = claims::check(&results);
     folder.replace(RUN_FILE, &record.json()?)?;
-    results.record = record;
-    for (name, text) in export::report_files(&results)? {
-        folder.replace(name, text.as_bytes())?;
-    }
+    results.record = record.clone();
+    write_report_files(folder, &results)?;
     output::data(&match format {
         Format::Table | Format::Md => export::text(&results, format)?,
         Format::Csv => std::fs::read_to_string(folder.file("summary.csv"))
@@ -193,7 +230,13 @@ pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> 
         Format::Json => json::array(&results.summaries)?,
     })?;
     output::note(&format!("results: {}", folder.path().display()));
-    Ok(results.record.claims)
+    Ok(())
+}
+
+fn write_report_files(folder: &ResultsFolder, results: &RunResults) -> Result<()> {
+    export::report_files(results)?
+        .into_iter()
+        .try_for_each(|(name, text)| folder.replace(name, text.as_bytes()))
 }
 
 /// Samples clocks, power and temperature of a GPU while the run goes on; says why not where it cannot.
@@ -230,7 +273,7 @@ pub fn new_record(
         options: options.clone(),
         plan: plan.clone(),
         plan_hash: plan.hash(),
-        seeds: (0..plan.repeats).map(|repeat| repeat_seed(plan.seed, repeat as u32)).collect(),
+        seeds: record::seeds(plan.seed, plan.repeats),
         device: DeviceRecord::new(device.info(), reason),
         ceilings: Ceilings {
             read_bytes_per_s: 0.0,

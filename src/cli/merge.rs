@@ -81,7 +81,7 @@ impl MergeFlags {
         for (cell, rows) in by_cell.into_values() {
             folder.append(cell, &rows)?;
         }
-        execute::report(&folder, merged, self.format).map(|_| ())
+        execute::report(&folder, &mut merged, self.format)
     }
 
     /// What the shards' records say together. Arms that only a later one has (`--force`) follow those of the first.

@@ -73,6 +73,9 @@ impl SaturateFlags {
         let mut device = device::open(&options.device, plan.arms[0].engine.threads)?.device;
         let mut prepared = prepare(&plan, device.as_ref())?;
         let mut record = execute::new_record(&options, &plan, device.as_ref(), &prepared, &reason);
+        // A rate is tried as often as it takes, whatever the plan says of its first.
+        let most_repeats = options.repeats.unwrap_or(5);
+        record.seeds = record::seeds(plan.seed, most_repeats);
         let mut folder = match (&self.resume, &earlier) {
             (Some(path), Some(earlier)) => resume(path, earlier, &mut record)?,
             _ => ResultsFolder::create(&self.out, &plan.experiment, &rig.id, &record.plan_hash)?,
@@ -87,7 +90,7 @@ impl SaturateFlags {
             slo,
             start: span.start,
             precision: span.precision,
-            most_repeats: options.repeats.unwrap_or(5) as u32,
+            most_repeats: most_repeats as u32,
             prompts: options.prompts.unwrap_or(PROMPTS),
             flood_prompts: flood_prompts(&plan, &prepared),
             ..SearchOptions::default()
@@ -117,7 +120,6 @@ impl SaturateFlags {
                 ceilings,
                 folder: &mut folder,
                 record: &mut record,
-                trace: false,
                 until: None,
                 progress: &mut bar,
             };

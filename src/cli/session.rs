@@ -44,8 +44,15 @@ pub struct ModelFlags {
 pub struct OpenModel {
     pub engine: Engine,
     _model: Box<dyn Model>,
-    _device: Box<dyn Device>,
+    device: Box<dyn Device>,
     pub opened: OpenedModel,
+}
+
+impl OpenModel {
+    /// The device that was opened, whatever it was asked for by.
+    pub fn device_id(&self) -> &str {
+        &self.device.info().id
+    }
 }
 
 /// A model that is opened and checked, but not loaded.
@@ -186,7 +193,7 @@ impl Checked {
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
         let engine = Engine::new(model.as_ref(), pools, self.config, device::NO_CEILINGS, clock)?;
-        Ok(OpenModel { engine, _model: model, _device: self.device, opened: self.opened })
+        Ok(OpenModel { engine, _model: model, device: self.device, opened: self.opened })
     }
 }
 

@@ -15,6 +15,7 @@ use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
 use crate::measure::roofs::{self, ArmCeilings};
 use crate::measure::summary::SCHEMA;
+use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};
 
 /// `0.1.0+<commit>`: version and commit of this binary.
@@ -216,6 +217,11 @@ fn drop_keys(value: &mut serde_json::Value, dropped: &mut Vec<String>) {
 fn build_of(text: &str) -> Option<String> {
     let value: serde_json::Value = serde_json::from_str(text).ok()?;
     value.get("build")?.as_str().map(str::to_string)
+}
+
+/// The seed of each repeat.
+pub fn seeds(seed: u64, repeats: usize) -> Vec<u64> {
+    (0..repeats).map(|repeat| repeat_seed(seed, repeat as u32)).collect()
 }
 
 pub fn now() -> String {

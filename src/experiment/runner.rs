@@ -53,7 +53,6 @@ pub struct Runner<'a> {
     pub ceilings: Ceilings,
     pub folder: &'a mut ResultsFolder,
     pub record: &'a mut RunRecord,
-    pub trace: bool,
     /// Begin no further cell after this moment.
     pub until: Option<Instant>,
     pub progress: &'a mut dyn Progress,
@@ -92,36 +91,39 @@ impl Runner<'_> {
     ///
     /// # Errors
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
-    pub fn run(&mut self) -> Result<Ending> {
-        let mut loaded: Option<Loaded> = None;
+    pub fn run(&mut self, loaded: &mut Option<Loaded>) -> Result<Ending> {
         let cells = self.plan.cells();
         let mut ending = Ending::Complete;
         for (position, &cell) in cells.iter().enumerate() {
-            if self.prepared.arms[cell.arm].is_none() {
-                continue;
-            }
-            if self.is_finished(cell) || self.is_over_saturated(cell)? {
+            if !self.is_left(cell) || self.is_over_saturated(cell)? {
                 continue;
             }
             if self.until.is_some_and(|until| Instant::now() >= until) {
-                ending = Ending::OutOfTime(cells.len() - position);
+                let left = cells[position..].iter().filter(|&&cell| self.is_left(cell)).count();
+                ending = Ending::OutOfTime(left);
                 break;
             }
-            self.run_cell(&mut loaded, cell, (position + 1, cells.len()))?;
-        }
-        if self.trace && ending == Ending::Complete {
-            self.trace_arms(&mut loaded, &cells)?;
+            self.run_cell(loaded, cell, (position + 1, cells.len()))?;
         }
         self.progress.end();
         Ok(ending)
     }
 
+    /// Whether a cell is still to be run: it can be, and has no rows yet.
+    fn is_left(&self, cell: Cell) -> bool {
+        self.prepared.arms[cell.arm].is_some() && !self.is_finished(cell)
+    }
+
     /// A traced pass of every arm. After all that is measured: what times a GPU's kernels slows its launches down until the
     /// program ends.
-    fn trace_arms(&mut self, loaded: &mut Option<Loaded>, cells: &[Cell]) -> Result<()> {
+    ///
+    /// # Errors
+    /// As [`Self::run`]. What was traced until then is kept.
+    pub fn trace(&mut self, loaded: &mut Option<Loaded>) -> Result<()> {
+        let cells = self.plan.cells();
         let mut trace = ChromeTrace::default();
         let mut kernels: Vec<KernelRow> = Vec::new();
-        for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(cells, cell.arm)) {
+        for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(&cells, cell.arm)) {
             if !self.is_finished(cell) || !self.load(loaded, cell.arm)? {
                 continue;
             }
@@ -140,6 +142,7 @@ impl Runner<'_> {
                 self.folder.replace(KERNELS_FILE, (header + &rows).as_bytes())?;
             }
         }
+        self.progress.end();
         Ok(())
     }
 
@@ -222,7 +225,7 @@ impl Runner<'_> {
                     record.load_s.get_or_insert(began.elapsed().as_secs_f64());
                 }
                 let before_s = record::seconds_since_start();
-                self.measure_quality(&arm.model, model.as_ref(), &options)?;
+                self.measure_quality(arm, model.as_ref(), &options)?;
                 // Of the arithmetic this model was loaded for.
                 self.ceilings = self.device.ceilings()?;
                 let ceilings_s = record::seconds_since_start() - before_s;
@@ -253,18 +256,29 @@ impl Runner<'_> {
         }
     }
 
-    /// Where models with real weights are compared, what each one's weights are worth.
-    fn measure_quality(&mut self, reference: &str, model: &dyn Model, options: &LoadOptions) -> Result<()> {
+    /// Where models with real weights are compared, what each one's weights are worth. The arms are what was asked for:
+    /// a passage that cannot be measured is a warning.
+    fn measure_quality(&mut self, arm: &Arm, model: &dyn Model, options: &LoadOptions) -> Result<()> {
         let several = self.record.models.len() > 1;
-        let opened = &self.prepared.models[reference];
-        let record = self.record.models.iter_mut().find(|record| record.reference == reference);
+        let opened = &self.prepared.models[&arm.model];
+        let record = self.record.models.iter_mut().find(|record| record.reference == arm.model);
         let Some(record) = record.filter(|record| several && record.perplexity.is_none()) else {
             return Ok(());
         };
         if opened.layout.synthetic || self.device.info().simulated() {
             return Ok(());
         }
-        record.perplexity = quality::perplexity(self.device, opened, model, options)?;
+        match quality::perplexity(self.device, opened, model, options, arm.engine.max_num_batched_tokens) {
+            Ok(perplexity) => record.perplexity = perplexity,
+            Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
+            Err(error) => {
+                let warning = format!("{}: its perplexity was not measured: {error}", arm.model);
+                self.progress.line(&warning);
+                if !self.record.warnings.contains(&warning) {
+                    self.record.warnings.push(warning);
+                }
+            }
+        }
         self.save_record()
     }
 

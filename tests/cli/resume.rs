@@ -148,6 +148,49 @@ fn wait_for(mut done: impl FnMut() -> bool) {
     }
 }
 
+/// What is measured stays complete and reported, whatever becomes of the trace.
+#[test]
+fn a_failed_trace_is_a_warning() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    std::fs::create_dir(folder.join("trace.json.gz")).unwrap();
+    let ran = env.run(&format!("run --resume {} --trace", folder.display())).ok();
+    assert!(ran.stdout.contains("max_num_seqs=8") && ran.stdout.contains("Claims:"), "{}", ran.stdout);
+    assert!(ran.stderr.contains("warning: the traced pass failed"), "{}", ran.stderr);
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+    assert!(run["claims"].as_array().unwrap().len() == 2, "{run}");
+    assert!(read(&folder, "report.md").contains("warning: the traced pass failed"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_in_the_traced_pass_leaves_a_complete_run() {
+    let env = TestEnv::new();
+    let long = SMALL.replace("prompts = 8", "prompts = 1000").replace("output_len = 8", "output_len = 200");
+    env.write("e.toml", &long.replace("max_model_len = 64", "max_model_len = 512"));
+    let child = env
+        .command()
+        .args(format!("{RUN} --values 8 --repeats 1 --trace").split(' '))
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for(|| {
+        let root = env.path().join("results/local");
+        let results = if root.exists() { env.results("results/local") } else { Vec::new() };
+        results.first().is_some_and(|folder| folder.join("report.html").exists())
+    });
+    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let output = child.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("the run is complete") && stderr.contains("--trace"), "{stderr}");
+    assert!(stdout.contains("max_num_seqs=8"), "{stdout}");
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {

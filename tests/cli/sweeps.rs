@@ -107,7 +107,16 @@ fn a_budget_leaves_arms_for_later() {
     let folder = env.only_result();
     env.run(&format!("sweep --resume {}", folder.display())).ok();
     assert_eq!(read(&folder, "summary.csv").lines().count(), 3);
-    env.run(&format!("{sweep} --budget -1")).fails(2, "--budget -1", "above 0");
+    // A wrong one is told before anything is opened or written.
+    let before = read(&folder, "run.json");
+    for command in [sweep.clone(), format!("sweep --resume {}", folder.display())] {
+        env.run(&format!("{command} --budget -1")).fails(2, "--budget -1", "above 0");
+    }
+    assert_eq!((read(&env.only_result(), "run.json"), before.contains("\"complete\"")), (before, true));
+    // Of the arms of another plan those count that have no rows yet.
+    let more = "--values 8,1 --force --budget 0.000000001";
+    let ran = env.run(&format!("sweep --resume {} --knob max_num_seqs {more}", folder.display()));
+    assert!(ran.stderr.contains("1 runs of an arm are left"), "{}", ran.stderr);
 }
 
 #[test]
@@ -120,6 +129,8 @@ fn saturate_finds_the_rate_a_queue_can_take() {
     let keeps = found["keeps"]["rate"].as_f64().unwrap();
     assert!((60.0..=100.0).contains(&keeps), "{found}");
     assert!(found["keeps"]["goodput"].as_f64().unwrap() > 50.0);
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    assert_eq!(run["seeds"].as_array().unwrap().len(), 1);
     env.run("saturate --slo ttft_p98=3 --device sim:fixed").fails(2, "ttft_p98", "ttft");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --prompts 10").fails(2, "10 requests", "--prompts");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --load prompts=10").fails(
@@ -252,6 +263,7 @@ fn a_killed_search_resumes_to_the_same_answer() {
     assert_eq!(read(&folder, "summary.csv"), whole);
     let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
     assert_eq!((&run["status"], run["resumed"].as_array().unwrap().len()), (&"complete".into(), 1));
+    assert_eq!(run["seeds"].as_array().unwrap().len(), 3);
 }
 
 #[test]
@@ -264,6 +276,24 @@ fn searches_that_cannot_be_continued() {
     env.run(&format!("sweep --resume {folder}")).fails(2, "search for the highest rate", "saturate --resume");
     env.run(&format!("{SATURATE} --shard 1/2")).fails(2, "'--shard'", "");
     env.run("saturate --device sim:fixed").fails(2, "no limits", "--slo");
+}
+
+/// Every repeat that a search may run has its seed in run.json, though the plan names no number of repeats.
+#[test]
+fn a_search_keeps_the_seeds_of_its_repeats() {
+    let env = TestEnv::new();
+    env.run(SATURATE.trim_end_matches("--repeats 3")).ok();
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    let seeds = run["seeds"].as_array().unwrap();
+    assert_eq!(seeds.len(), 5);
+    let csv = read(&env.only_result(), "summary.csv");
+    let mut reader = csv::Reader::from_reader(csv.as_bytes());
+    let header = reader.headers().unwrap().clone();
+    let column = |name: &str| header.iter().position(|column| column == name).unwrap();
+    let (repeat, seed) = (column("repeat"), column("seed"));
+    for row in reader.records().map(Result::unwrap) {
+        assert_eq!(row[seed], seeds[row[repeat].parse::<usize>().unwrap()].to_string());
+    }
 }
 
 #[test]

@@ -113,7 +113,7 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
         model: layout.spec.name.clone(),
         hash: layout.hash.clone(),
         weights: weights_word(layout.synthetic),
-        device: flags.model.device.clone(),
+        device: model.device_id().to_string(),
         text: flags.text.display().to_string(),
         window: flags.window,
         windows: windows.len(),
