@@ -52,6 +52,13 @@ impl Progress for Bar {
         }
     }
 
+    fn warning(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::warning(text)),
+            None => output::warning(text),
+        }
+    }
+
     fn end(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -11,7 +11,6 @@ use super::progress::Bar;
 use crate::engine::Engine;
 use crate::engine::cache::plan::{plan_cache, plan_simulated_cache};
 use crate::engine::config::{CpuMath, EngineConfig};
-use crate::engine::device::cpu::MEMORY_LACK;
 use crate::engine::device::{Device, DeviceKind, LoadOptions, Model};
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
@@ -62,13 +61,6 @@ pub struct Checked {
     config: EngineConfig,
 }
 
-/// Where the system does not say how much memory is free, checks of what fits are only as good as what stands in for it.
-pub fn warn_of_memory(device: &dyn Device) {
-    if let Some((_, how)) = device.info().facts.iter().find(|(key, _)| key == MEMORY_LACK) {
-        output::warning(&format!("memory is counted {how}; set gpu_memory where that is wrong"));
-    }
-}
-
 impl ModelFlags {
     /// Opens device and model. `defaults` are the command's own settings, which `--set` overrides.
     pub fn check(&self, defaults: EngineConfig) -> Result<Checked> {
@@ -91,7 +83,9 @@ impl ModelFlags {
         if !chosen.reason.is_empty() {
             output::note(&format!("device: {} ({})", chosen.device.info().id, chosen.reason));
         }
-        warn_of_memory(chosen.device.as_ref());
+        if let Some(warning) = device::memory_warning(chosen.device.as_ref()) {
+            output::warning(&warning);
+        }
         let model = self.model.clone().unwrap_or_else(|| {
             let model = device::default_model(chosen.device.info().kind);
             output::note(&format!("model: {model} (random weights; --model takes a folder or a hub id)"));

@@ -2,7 +2,6 @@
 
 use clap::Args;
 
-use super::execute::build_plan;
 use super::flags::{ExperimentsFlag, Format, PartFlags, PlanFlags};
 use super::output;
 use crate::Result;
@@ -12,7 +11,7 @@ use crate::experiment::estimate;
 use crate::experiment::plan::{Arm, Plan, PlanOptions};
 use crate::experiment::prepare::prepare;
 use crate::experiment::spec::Rig;
-use crate::experiment::{claims, device};
+use crate::experiment::{claims, device, sweep};
 use crate::report::numbers::{bytes, duration};
 use crate::report::{json, table};
 
@@ -49,7 +48,7 @@ impl ShowFlags {
         self.plan.lay_over(&mut options)?;
         self.part.lay_over(&mut options)?;
         let (rig, reason) = device::rig(&options.device)?;
-        let plan = build_plan(&options, &rig)?;
+        let plan = sweep::plan_of(&options, &rig)?;
         match self.format {
             Format::Json => output::data(&json::array(std::slice::from_ref(&plan))?),
             Format::Csv => output::data(&arms(&plan, Format::Csv)?),

@@ -1,5 +1,5 @@
 //! From experiments.toml to finished results: what is declared ([`spec`], [`knobs`]), what will run ([`plan`]), running
-//! it ([`runner`], [`target`]) and what it leaves behind ([`folder`]).
+//! it ([`run`], [`runner`], [`target`]) and what it leaves behind ([`folder`]).
 
 pub mod claims;
 pub mod device;
@@ -13,7 +13,9 @@ pub mod plan;
 pub mod prepare;
 mod quality;
 pub mod record;
+pub mod run;
 pub mod runner;
 pub mod spec;
+pub mod sweep;
 pub mod target;
 pub mod warm;

@@ -38,6 +38,17 @@ pub enum Status {
     Failed,
 }
 
+impl Status {
+    /// Of a run that ended so.
+    pub fn of<T>(outcome: &Result<T>) -> Self {
+        match outcome {
+            Ok(_) => Self::Complete,
+            Err(Error::Interrupted { .. }) => Self::Interrupted,
+            Err(_) => Self::Failed,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RunRecord {
     pub schema: u32,
@@ -315,6 +326,12 @@ impl RunRecord {
                 None => self.models.push(model.clone()),
             }
         }
+    }
+
+    /// An arm as it ran; `None` also for one that is not in the plan any more (`--force`), whose load nobody knows.
+    pub fn resolved(&self, arm: &str) -> Option<&ResolvedArm> {
+        let planned = self.plan.arms.iter().any(|planned| planned.name == arm);
+        self.arms.iter().find(|resolved| planned && resolved.name == arm)
     }
 
     /// Notes what the ceilings were around an arm, in place of an earlier pass that left no rows.

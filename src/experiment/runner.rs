@@ -14,6 +14,7 @@ use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
 use super::quality;
 use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
+use super::sweep::SWEEP;
 use super::target::Embedded;
 use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
@@ -43,6 +44,7 @@ pub trait Progress {
     fn begin(&mut self, position: usize, of: usize, what: &str, total: u64);
     fn advance(&mut self, done: u64);
     fn line(&mut self, text: &str);
+    fn warning(&mut self, text: &str);
     fn end(&mut self);
 }
 
@@ -105,7 +107,6 @@ impl Runner<'_> {
             }
             self.run_cell(loaded, cell, (position + 1, cells.len()))?;
         }
-        self.progress.end();
         Ok(ending)
     }
 
@@ -142,7 +143,6 @@ impl Runner<'_> {
                 self.folder.replace(KERNELS_FILE, (header + &rows).as_bytes())?;
             }
         }
-        self.progress.end();
         Ok(())
     }
 
@@ -171,7 +171,7 @@ impl Runner<'_> {
     /// Whether a sweep over rising rates has already shown, in this repeat, that a rate this high teaches nothing more.
     fn is_over_saturated(&mut self, cell: Cell) -> Result<bool> {
         let arm = &self.plan.arms[cell.arm];
-        if self.plan.experiment != "sweep" || arm.knob != "request_rate" {
+        if self.plan.experiment != SWEEP || arm.knob != "request_rate" {
             return Ok(false);
         }
         let path = self.folder.file("summary.csv");
@@ -273,7 +273,7 @@ impl Runner<'_> {
             Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
             Err(error) => {
                 let warning = format!("{}: its perplexity was not measured: {error}", arm.model);
-                self.progress.line(&warning);
+                self.progress.warning(&warning);
                 if !self.record.warnings.contains(&warning) {
                     self.record.warnings.push(warning);
                 }

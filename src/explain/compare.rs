@@ -87,7 +87,7 @@ impl Comparison {
 pub fn compare(results: &RunResults, device: Option<&SimDevice>, only: Option<&str>) -> Result<Comparison> {
     let mut all = Comparison::default();
     for arm in results.arms_named(only)? {
-        let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
+        let Some(resolved) = results.record.resolved(arm) else {
             continue;
         };
         let device = device.map_or_else(|| stand_in(results, arm, true), |device| Ok(device.clone()))?;

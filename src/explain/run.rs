@@ -93,7 +93,7 @@ pub fn explain_run(
     let mut all = Vec::new();
     for arm in results.arms_named(only)? {
         crate::experiment::interrupt::check()?;
-        let Some(resolved) = results.record.arms.iter().find(|resolved| resolved.name == arm) else {
+        let Some(resolved) = results.record.resolved(arm) else {
             continue;
         };
         let simulated = simulated_arm(results, resolved)?;
