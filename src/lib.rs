@@ -9,6 +9,7 @@ pub mod error;
 pub mod experiment;
 pub mod explain;
 pub mod hardware;
+pub mod interrupt;
 pub mod measure;
 pub mod report;
 pub mod simulation;

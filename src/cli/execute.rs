@@ -6,17 +6,17 @@ use super::flags::{Format, RunOutputFlags};
 use super::output;
 use super::progress::Bar;
 use crate::experiment::claims::{self, Outcome};
+use crate::experiment::device;
 use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::plan::PlanOptions;
 use crate::experiment::record::RunRecord;
 use crate::experiment::run::{Ready, Run};
 use crate::experiment::runner::Ending;
 use crate::experiment::sweep::{self, SATURATE, SWEEP};
-use crate::experiment::{device, interrupt};
 use crate::explain::compare;
 use crate::report::results::RunResults;
 use crate::report::{consumers, export, json};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// Where runs go unless `--out` says otherwise.
 pub const DEFAULT_ROOT: &str = "results/local";

@@ -88,7 +88,7 @@ pub fn parse() -> Result<Arguments> {
 /// Whatever the command failed with; its exit code is [`crate::Error::exit_code`].
 pub fn run(arguments: Arguments) -> Result<()> {
     crate::experiment::record::seconds_since_start();
-    crate::experiment::interrupt::install()?;
+    crate::interrupt::install()?;
     match arguments.command {
         Command::List(flags) => flags.run(),
         Command::Show(flags) => flags.run(),

@@ -8,6 +8,7 @@ use super::flags::{Format, PlanFlags};
 use super::progress::Bar;
 use super::{execute, output};
 use crate::engine::config::KvLayout;
+use crate::experiment::device;
 use crate::experiment::folder::ResultsFolder;
 use crate::experiment::plan::{self, Cell, Plan, PlanOptions, SearchSpan};
 use crate::experiment::prepare::{Prepared, prepare_more};
@@ -15,13 +16,12 @@ use crate::experiment::record::{self, RunRecord, Status};
 use crate::experiment::run::{Ready, Run};
 use crate::experiment::runner::Progress;
 use crate::experiment::sweep::{self, SATURATE};
-use crate::experiment::{device, interrupt};
 use crate::measure::saturate::{SearchOptions, Trial, search};
 use crate::measure::summary::Summary;
 use crate::report;
 use crate::workload::slo::Slo;
 use crate::workload::spec::{Count, MOST_REQUESTS};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 #[derive(Debug, Args)]
 pub struct SaturateFlags {

@@ -1,12 +1,10 @@
 //! From experiments.toml to finished results: what is declared ([`spec`], [`knobs`]), what will run ([`plan`]), running
-//! it ([`run`], [`runner`], [`target`]) and what it leaves behind ([`folder`]).
+//! it ([`run`], [`runner`]) and what it leaves behind ([`folder`]).
 
 pub mod claims;
 pub mod device;
-pub mod drive;
 pub mod estimate;
 pub mod folder;
-pub mod interrupt;
 pub mod journal;
 pub mod knobs;
 pub mod plan;
@@ -17,5 +15,4 @@ pub mod run;
 pub mod runner;
 pub mod spec;
 pub mod sweep;
-pub mod target;
 pub mod warm;

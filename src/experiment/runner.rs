@@ -6,16 +6,13 @@
 
 use std::time::Instant;
 
-use super::drive::{Submission, drive};
 use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
-use super::interrupt;
 use super::journal::FinishedCell;
 use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
 use super::quality;
 use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
 use super::sweep::SWEEP;
-use super::target::Embedded;
 use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
 use crate::engine::account::Ceilings;
@@ -23,6 +20,7 @@ use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
 use crate::measure::checks::check_rows;
+use crate::measure::drive::{Submission, drive};
 use crate::measure::kernels::kernel_rows;
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
@@ -31,12 +29,13 @@ use crate::measure::rows::KernelRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
+use crate::measure::target::Embedded;
 use crate::report::chrome_trace::ChromeTrace;
 use crate::report::csv::{self, Rows, rows};
 use crate::report::overview;
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// How a run tells of its progress. Nothing of it is data.
 pub trait Progress {
@@ -320,7 +319,7 @@ impl Runner<'_> {
     ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let Some(ready) = &self.prepared.arms[cell.arm] else {
-            return Err(Error::failed(format!("arm `{}` was not prepared", arm.name), ""));
+            return Err(Error::bug(format!("arm `{}` was not prepared", arm.name)));
         };
         let model = &self.prepared.models[&arm.model];
         let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
@@ -363,8 +362,9 @@ impl Runner<'_> {
         let before = self.device.ceilings_now()?;
         self.progress.begin(position, of, &what, expected);
         let progress = &mut *self.progress;
-        let mut record =
-            drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
+        let mut record = drive(&mut Embedded { engine }, schedule, submission, None, &mut |done| {
+            progress.advance(done as u64)
+        })?;
         // (The arm is done: it is not lost for a reading that fails.)
         let after = self.device.ceilings_now().unwrap_or_else(|error| {
             self.record.warnings.push(format!("{}: ceilings after it were not measured: {error}", arm.name));
@@ -471,7 +471,7 @@ impl Runner<'_> {
             self.progress.begin(0, 0, &format!("{}: tracing", arm.name), schedule.requests.len() as u64);
             let progress = &mut *self.progress;
             let driven =
-                drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, &mut |done| {
+                drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, None, &mut |done| {
                     progress.advance(done as u64);
                 });
             let end = engine.finish_trace()?;

@@ -92,7 +92,7 @@ pub fn explain_run(
 ) -> Result<Vec<Explanation>> {
     let mut all = Vec::new();
     for arm in results.arms_named(only)? {
-        crate::experiment::interrupt::check()?;
+        crate::interrupt::check()?;
         let Some(resolved) = results.record.resolved(arm) else {
             continue;
         };
