@@ -32,7 +32,7 @@ impl Error {
 
     /// What cannot happen unless the program is wrong.
     pub fn bug(fact: impl Into<String>) -> Self {
-        Self::failed(fact, "this is a fault of the program: please report it, with the command line")
+        Self::failed(fact, "this is a fault of the program: please report it")
     }
 
     /// A file that could not be read as input: the user's to mend.

@@ -73,7 +73,10 @@ impl DiffFlags {
                     .filter(|row| row.verdict == verdict)
                     .map(|row| format!("{} {}", row.arm, row.metric))
                     .collect();
-                Err(Error::failed(format!("{verdict}: {}", failing.join(", ")), ""))
+                Err(Error::failed(
+                    format!("{verdict}: {}", failing.join(", ")),
+                    "--fail-on asked for this; the table has the intervals",
+                ))
             }
             _ => Ok(()),
         }

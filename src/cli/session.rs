@@ -64,7 +64,7 @@ pub struct Checked {
 impl ModelFlags {
     /// Opens device and model. `defaults` are the command's own settings, which `--set` overrides.
     pub fn check(&self, defaults: EngineConfig) -> Result<Checked> {
-        let mut config = Table::try_from(&defaults).map_err(|error| Error::failed(error.to_string(), ""))?;
+        let mut config = Table::try_from(&defaults).map_err(|error| Error::bug(error.to_string()))?;
         for text in &self.set {
             let (knob, setting) = knobs::parse_assignment(text)?;
             if knob.section != knobs::Section::Engine {
@@ -75,9 +75,12 @@ impl ModelFlags {
             }
             knob.set(&mut config, &mut Table::new(), &setting);
         }
-        let config: EngineConfig = Value::Table(config)
-            .try_into()
-            .map_err(|error: toml::de::Error| Error::invalid(error.message().to_string(), ""))?;
+        let config: EngineConfig = Value::Table(config).try_into().map_err(|error: toml::de::Error| {
+            Error::invalid(
+                format!("--set: {}", error.message()),
+                "see README.md for the knobs and their values",
+            )
+        })?;
         config.validate()?;
         let chosen = device::open(&self.device, config.threads)?;
         if !chosen.reason.is_empty() {

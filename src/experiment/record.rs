@@ -240,6 +240,11 @@ pub fn now() -> String {
 }
 
 impl RunRecord {
+    /// Reads the run.json of a results folder, also as earlier versions wrote it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a folder without one, one that is damaged, and one of a version this one does not know,
+    /// which is named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(RUN_FILE);
         let text = std::fs::read_to_string(&path).map_err(|error| {
@@ -363,9 +368,13 @@ impl RunRecord {
         Some(record)
     }
 
+    /// The bytes of run.json.
+    ///
+    /// # Errors
+    /// A fault of the program alone.
     pub fn json(&self) -> Result<Vec<u8>> {
         let mut bytes = serde_json::to_vec_pretty(self)
-            .map_err(|error| Error::failed(format!("cannot write {RUN_FILE}: {error}"), ""))?;
+            .map_err(|error| Error::bug(format!("cannot write {RUN_FILE}: {error}")))?;
         bytes.push(b'\n');
         Ok(bytes)
     }

@@ -165,7 +165,7 @@ impl ChromeTrace {
     }
 
     pub fn gzip(&self) -> Result<Vec<u8>> {
-        let failed = |error: std::io::Error| Error::failed(format!("cannot pack the trace: {error}"), "");
+        let failed = |error: std::io::Error| Error::bug(format!("cannot pack the trace: {error}"));
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
         let (before, after) = ("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[", "]}");
         for part in [before, &self.events, after] {

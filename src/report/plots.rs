@@ -17,7 +17,7 @@ pub struct Plot {
 }
 
 fn failed(error: impl std::fmt::Display) -> Error {
-    Error::failed(format!("cannot draw a plot: {error}"), "")
+    Error::bug(format!("cannot draw a plot: {error}"))
 }
 
 /// Every plot the results support.

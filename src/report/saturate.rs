@@ -59,7 +59,7 @@ pub fn render(format: Format, found: &Saturation) -> Result<String> {
             let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows,
                                 "flood_throughput": found.flood_throughput});
             let text = serde_json::to_string_pretty(&answer)
-                .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
+                .map_err(|error| Error::bug(format!("cannot write JSON: {error}")))?;
             Ok(text + "\n")
         }
         Format::Csv => csv::rows(&rows).map(|csv| csv.header + &csv.rows),

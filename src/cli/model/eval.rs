@@ -60,7 +60,7 @@ pub fn run(flags: &EvalFlags) -> Result<()> {
     let evaluation = evaluate(flags)?;
     if json {
         let text = serde_json::to_string_pretty(&evaluation)
-            .map_err(|error| Error::failed(format!("cannot write the result as JSON: {error}"), ""))?;
+            .map_err(|error| Error::bug(format!("cannot write the result as JSON: {error}")))?;
         return output::data(&format!("{text}\n"));
     }
     output::data(&format!(
