@@ -30,7 +30,7 @@ impl Error {
         Self::Failed { fact: fact.into(), hint: hint.into() }
     }
 
-    /// Something that must never happen.
+    /// What cannot happen unless the program is wrong.
     pub fn bug(fact: impl Into<String>) -> Self {
         Self::failed(fact, "this is a fault of the program: please report it")
     }

@@ -4,8 +4,6 @@
 use std::collections::VecDeque;
 
 use inferwall::Result;
-use inferwall::cli::execute::{build_plan, new_record};
-use inferwall::cli::flags::Format;
 use inferwall::engine::account::Ceilings;
 use inferwall::engine::clock::Clock;
 use inferwall::engine::config::{CacheDtype, EngineConfig};
@@ -13,16 +11,18 @@ use inferwall::engine::device::sim::SimDevice;
 use inferwall::engine::device::{Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model};
 use inferwall::engine::model::layout::ModelLayout;
 use inferwall::engine::model::weights::WeightSource;
-use inferwall::experiment::folder::{RUN_FILE, ResultsFolder};
 use inferwall::experiment::plan::PlanOptions;
-use inferwall::experiment::prepare::prepare;
-use inferwall::experiment::record::RunRecord;
-use inferwall::experiment::runner::{Ending, Progress, Runner};
 use inferwall::experiment::spec::Rig;
+use inferwall::experiment::sweep;
 use inferwall::explain::compare;
 use inferwall::explain::run::explain_run;
-use inferwall::report::export;
-use inferwall::report::results::RunResults;
+use inferwall::report::format::Format;
+use inferwall::report::{self, export};
+use inferwall::results::RunResults;
+use inferwall::results::record::RunRecord;
+use inferwall::run::Ready;
+use inferwall::run::progress::Progress;
+use inferwall::run::runner::Ending;
 
 /// Gives the true ceilings times a factor: one for the measurement at the start, then those of a script, one a reading.
 struct Wandering {
@@ -91,6 +91,7 @@ impl Progress for Quiet {
     fn begin(&mut self, _position: usize, _of: usize, _what: &str, _total: u64) {}
     fn advance(&mut self, _done: u64) {}
     fn line(&mut self, _text: &str) {}
+    fn warning(&mut self, _text: &str) {}
     fn end(&mut self) {}
 }
 
@@ -112,36 +113,18 @@ fn run(at_start: f64, later: &[f64]) -> (tempfile::TempDir, RunResults) {
     std::fs::write(&experiments, EXPERIMENT).unwrap();
     let true_device = SimDevice::parse("sim:h100").unwrap();
     let rig = Rig { kind: true_device.info().kind, id: true_device.info().id.clone() };
-    let mut device = Wandering { true_device, at_start, later: later.iter().copied().collect() };
+    let device = Wandering { true_device, at_start, later: later.iter().copied().collect() };
     let options = PlanOptions {
         experiment: "wander".to_string(),
         experiments_file: Some(experiments),
         device: rig.id.clone(),
         ..PlanOptions::default()
     };
-    let plan = build_plan(&options, &rig).unwrap();
-    let mut prepared = prepare(&plan, &device).unwrap();
-    let mut record = new_record(&options, &plan, &device, &prepared, "");
-    let mut folder =
-        ResultsFolder::create(&place.path().join("out"), "wander", &rig.id, &record.plan_hash).unwrap();
-    let ceilings = record.ceilings;
-    let ending = Runner {
-        plan: &plan,
-        prepared: &mut prepared,
-        device: &mut device,
-        ceilings,
-        folder: &mut folder,
-        record: &mut record,
-        trace: false,
-        until: None,
-        progress: &mut Quiet,
-    }
-    .run()
-    .unwrap();
-    assert_eq!(ending, Ending::Complete);
-    record.warn_of_ceilings();
-    folder.replace(RUN_FILE, &record.json().unwrap()).unwrap();
-    let results = RunResults::read(folder.path()).unwrap();
+    let plan = sweep::plan_of(&options, &rig).unwrap();
+    let ready = Ready::on(Box::new(device), &options, plan, "", &mut Quiet).unwrap();
+    let mut run = ready.begin(&place.path().join("out"), &mut Quiet).unwrap();
+    assert_eq!(run.run(None, &mut Quiet).unwrap(), Ending::Complete);
+    let results = RunResults::read(run.folder.path()).unwrap();
     (place, results)
 }
 
@@ -230,7 +213,7 @@ fn an_arm_is_simulated_on_the_ceilings_of_arms_like_it() {
     assert_eq!(bandwidths(&results), [(0.75, vec![one.clone(), two.clone()])]);
     results.record.plan.arms[1].engine.threads = Some(1);
     assert_eq!(bandwidths(&results), [(1.0, vec![one.clone()]), (0.5, vec![two.clone()])]);
-    let section = compare::section(&results, Format::Table);
+    let section = report::compare::section(&results, Format::Table);
     assert!(section.contains(" for max_num_seqs=1; sim:custom:"), "{section}");
     // An explanation asks "what if" of the same device.
     let explained = explain_run(&results, None, Some(&two), true).unwrap();

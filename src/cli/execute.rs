@@ -1,40 +1,23 @@
 //! What `run` and `sweep` share: from options to a finished results folder and a table on stdout.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use super::flags::{Format, RunOutputFlags};
+use super::flags::RunOutputFlags;
 use super::output;
 use super::progress::Bar;
-use super::session::warn_of_memory;
-use crate::engine::account::Ceilings;
-use crate::engine::device::Device;
-use crate::experiment::claims::{self, Outcome, Verdict};
-use crate::experiment::device;
-use crate::experiment::folder::{RUN_FILE, ResultsFolder};
-use crate::experiment::interrupt;
-use crate::experiment::plan::{self, Plan, PlanOptions};
-use crate::experiment::prepare::{Prepared, prepare};
-use crate::experiment::record::{self, DeviceRecord, RunRecord, Status};
-use crate::experiment::runner::{Ending, Runner};
-use crate::experiment::spec::{self, Rig};
+use crate::experiment::plan::PlanOptions;
+use crate::experiment::sweep::{self, SATURATE, SWEEP};
 use crate::explain::compare;
-use crate::measure::nvml::{GpuMonitor, WhichGpu};
-use crate::measure::summary::SCHEMA;
-use crate::report::results::RunResults;
-use crate::report::{export, json};
-use crate::workload::seeds::repeat_seed;
-use crate::{Error, Result};
-
-/// The experiment name of a sweep.
-pub const SWEEP: &str = "sweep";
-
-/// The experiment name of a search for the highest rate.
-pub const SATURATE: &str = "saturate";
-
-/// The load a sweep starts from; any of it can be set.
-pub const SWEEP_SPEC: &str = include_str!("sweep.toml");
+use crate::report::format::Format;
+use crate::report::{self, consumers, export, json};
+use crate::results::RunResults;
+use crate::results::claims::{self, Outcome};
+use crate::results::folder::{RUN_FILE, ResultsFolder};
+use crate::results::record::RunRecord;
+use crate::run::device;
+use crate::run::runner::Ending;
+use crate::run::{Ready, Run};
+use crate::{Error, Result, interrupt};
 
 /// Where runs go unless `--out` says otherwise.
 pub const DEFAULT_ROOT: &str = "results/local";
@@ -62,130 +45,93 @@ pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     }
 }
 
-/// Resolves a plan for a rig.
-pub fn build_plan(options: &PlanOptions, rig: &Rig) -> Result<Plan> {
-    if options.experiment == SWEEP && !options.sweep.is_empty() {
-        let experiments = spec::parse(SWEEP_SPEC, "the sweep's own load")?;
-        return plan::build_sweep(spec::find(&experiments, SWEEP)?, options, rig);
-    }
-    let experiments = spec::load(options.experiments_file.as_deref())?;
-    plan::build(spec::find(&experiments, &options.experiment)?, options, rig)
-}
-
-/// Threads that a CPU device opens with for a plan. Where arms differ they are its own number, which `auto` then means.
-fn device_threads(plan: &Plan) -> Option<usize> {
-    let all: BTreeSet<Option<usize>> = plan.arms.iter().map(|arm| arm.engine.threads).collect();
-    all.first().copied().flatten().filter(|_| all.len() == 1)
-}
-
 pub fn execute(request: &Request) -> Result<()> {
     let options = &request.options;
     let flags = &request.output;
+    let until = flags.deadline()?;
     let (rig, reason) = device::rig(&options.device)?;
-    let plan = build_plan(options, &rig)?;
-    let mut device = device::open(&options.device, device_threads(&plan))?.device;
-    warn_of_memory(device.as_ref());
-    let mut prepared = prepare(&plan, device.as_ref())?;
-    if !reason.is_empty() {
-        output::note(&format!("device: {} ({reason})", device.info().id));
-    }
-    for skipped in &prepared.skipped {
-        output::warning(&format!("left out: {}: {}", skipped.arm, skipped.reason));
-    }
-    let mut record = new_record(options, &plan, device.as_ref(), &prepared, &reason);
-    let mut folder = match &flags.resume {
-        Some(path) => resume(path, &mut record, flags.force)?,
+    let plan = sweep::plan_of(options, &rig)?;
+    let mut bar = Bar::new();
+    let ready = Ready::open(options, plan, &reason, &mut bar)?;
+    let mut run = match &flags.resume {
+        Some(path) => resume(ready, path, flags.force, &mut bar)?,
         None => {
             let root = flags.out.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_ROOT));
-            let folder = ResultsFolder::create(&root, &plan.experiment, &rig.id, &record.plan_hash)?;
-            folder.replace(RUN_FILE, &record.json()?).inspect_err(|_| {
-                // A folder with no run in it helps nobody. (Refused where there is anything in it.)
-                let _ = std::fs::remove_dir(folder.path());
-            })?;
-            folder
+            ready.begin(&root, &mut bar)?
         }
     };
-    interrupt::set_hint(format!(
-        "finished arms are kept; continue with {}",
-        resume_command(&record, folder.path())
-    ));
-    folder.replace(RUN_FILE, &record.json()?)?;
-
-    let monitor = watch_gpu(device.as_ref());
-    let mut bar = Bar::new();
-    let outcome = {
-        let mut runner = Runner {
-            plan: &plan,
-            prepared: &mut prepared,
-            device: device.as_mut(),
-            ceilings: record.ceilings,
-            folder: &mut folder,
-            record: &mut record,
-            trace: flags.trace,
-            until: flags.deadline()?,
-            progress: &mut bar,
-        };
-        runner.run()
-    };
-    record.ended = Some(record::now());
-    record.warn_of_ceilings();
-    let at_end = DeviceRecord::new(device.info(), "").facts;
-    record.device.facts_at_end =
-        at_end.into_iter().filter(|(key, value)| record.device.facts.get(key) != Some(value)).collect();
-    if let Some(state) = monitor.and_then(GpuMonitor::stop) {
-        record.device.facts_at_end.extend(state.facts());
-        record.warnings.extend(state.warnings());
-    }
-    record.status = match &outcome {
-        Ok(Ending::Complete) => Status::Complete,
-        Ok(Ending::OutOfTime(_)) => Status::Interrupted,
-        Err(Error::Interrupted { .. }) => Status::Interrupted,
-        Err(_) => Status::Failed,
-    };
-    let saved = record.json().and_then(|json| folder.replace(RUN_FILE, &json));
-    let ending = outcome?;
-    saved?;
+    interrupt::set_hint(format!("finished arms are kept; continue with {}", resume_command(&run)));
+    let ending = run.run(until, &mut bar)?;
     if let Ending::OutOfTime(left) = ending {
         output::note(&format!("the budget is spent, {left} runs of an arm are left: {}", interrupt::hint()));
     }
-    finish(&folder, record, flags)
-}
-
-fn finish(folder: &ResultsFolder, record: RunRecord, flags: &RunOutputFlags) -> Result<()> {
-    let verdicts = report(folder, record, flags.format)?;
+    report(&run.folder, &mut run.record, flags.format)?;
     if flags.compare_sim {
-        let results = RunResults::read(folder.path())?;
-        // (On a GPU in the table the report has it already.)
-        if !compare::by_default(&results) {
-            let text = compare::section(&results, flags.format);
-            match flags.format {
-                Format::Table | Format::Md => output::data(&format!("\n{text}"))?,
-                // Data on stdout stays what it is.
-                Format::Csv | Format::Json => output::note(&text),
-            }
-        }
+        compare_with_simulation(&run.folder, flags.format)?;
     }
-    let broken = verdicts.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
+    if flags.trace && ending == Ending::Complete {
+        trace(&mut run, flags.format)?;
+    }
+    let broken = run.record.claims.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
     let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
     if flags.check && !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
-            "",
+            format!("see why with `inferwall explain {}`", run.folder.path().display()),
         ));
     }
     Ok(())
 }
 
+/// Each arm beside its simulation, where the report does not have that already (on a GPU in the table).
+fn compare_with_simulation(folder: &ResultsFolder, format: Format) -> Result<()> {
+    let results = RunResults::read(folder.path())?;
+    if compare::by_default(&results) {
+        return Ok(());
+    }
+    let text = report::compare::section(&results, format);
+    match format {
+        Format::Table | Format::Md => output::data(&format!("\n{text}")),
+        // Data on stdout stays what it is.
+        Format::Csv | Format::Json => {
+            output::note(&text);
+            Ok(())
+        }
+    }
+}
+
+/// The traced pass of a run that is complete and reported: whatever becomes of the trace, the run stays that.
+fn trace(run: &mut Run, format: Format) -> Result<()> {
+    interrupt::set_hint(format!(
+        "the run is complete, only its trace is not: for that add --trace to {}",
+        resume_command(run)
+    ));
+    match run.trace(&mut Bar::new()) {
+        Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
+        Err(error) => {
+            let warning = format!("the traced pass failed: {error}");
+            output::warning(&warning);
+            run.record.warnings.push(warning);
+        }
+        Ok(()) => {}
+    }
+    run.save()?;
+    let results = RunResults::read(run.folder.path())?;
+    write_report_files(&run.folder, &results)?;
+    if let (Format::Table | Format::Md, Some(largest)) = (format, consumers::render(&results, format)?) {
+        output::data(&format!("\n{largest}"))?;
+    }
+    Ok(())
+}
+
 /// Checks the claims, writes run.json and the report files, and prints the table.
-pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> Result<Vec<Verdict>> {
+pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) -> Result<()> {
     folder.replace(RUN_FILE, &record.json()?)?;
     let mut results = RunResults::read(folder.path())?;
     record.claims = claims::check(&results);
     folder.replace(RUN_FILE, &record.json()?)?;
-    results.record = record;
-    for (name, text) in export::report_files(&results)? {
-        folder.replace(name, text.as_bytes())?;
-    }
+    results.record = record.clone();
+    write_report_files(folder, &results)?;
     output::data(&match format {
         Format::Table | Format::Md => export::text(&results, format)?,
         Format::Csv => std::fs::read_to_string(folder.file("summary.csv"))
@@ -193,67 +139,20 @@ pub fn report(folder: &ResultsFolder, mut record: RunRecord, format: Format) -> 
         Format::Json => json::array(&results.summaries)?,
     })?;
     output::note(&format!("results: {}", folder.path().display()));
-    Ok(results.record.claims)
+    Ok(())
 }
 
-/// Samples clocks, power and temperature of a GPU while the run goes on; says why not where it cannot.
-pub fn watch_gpu(device: &dyn Device) -> Option<GpuMonitor> {
-    let gpu = WhichGpu::of(device.info())?;
-    match GpuMonitor::start(gpu, Duration::from_millis(500)) {
-        Ok(monitor) => Some(monitor),
-        Err(reason) => {
-            output::warning(&reason);
-            None
-        }
-    }
+fn write_report_files(folder: &ResultsFolder, results: &RunResults) -> Result<()> {
+    export::report_files(results)?
+        .into_iter()
+        .try_for_each(|(name, text)| folder.replace(name, text.as_bytes()))
 }
 
-pub fn new_record(
-    options: &PlanOptions,
-    plan: &Plan,
-    device: &dyn Device,
-    prepared: &Prepared,
-    reason: &str,
-) -> RunRecord {
-    RunRecord {
-        schema: SCHEMA,
-        experiment: plan.experiment.clone(),
-        status: Status::Running,
-        command: record::command_line(),
-        version: env!("CARGO_PKG_VERSION").to_string(),
-        commit: env!("INFERWALL_COMMIT").to_string(),
-        build: record::build_id(),
-        started: record::now(),
-        ended: None,
-        resumed: Vec::new(),
-        forced: Vec::new(),
-        options: options.clone(),
-        plan: plan.clone(),
-        plan_hash: plan.hash(),
-        seeds: (0..plan.repeats).map(|repeat| repeat_seed(plan.seed, repeat as u32)).collect(),
-        device: DeviceRecord::new(device.info(), reason),
-        ceilings: Ceilings {
-            read_bytes_per_s: 0.0,
-            copy_bytes_per_s: 0.0,
-            flops_per_s: 0.0,
-            launch_s: 0.0,
-            measured: false,
-        },
-        arm_ceilings: Vec::new(),
-        models: prepared.model_records(),
-        cold_start: None,
-        arms: prepared.arm_records(plan),
-        skipped: prepared.skipped.clone(),
-        warnings: Vec::new(),
-        claims: Vec::new(),
-    }
-}
-
-/// Opens the folder of an earlier run, if its rows may stand beside those of `record`.
-fn resume(path: &Path, record: &mut RunRecord, force: bool) -> Result<ResultsFolder> {
+/// Takes up the run of a folder, if its rows may stand beside those of this one.
+fn resume(ready: Ready, path: &Path, force: bool, bar: &mut Bar) -> Result<Run> {
     let earlier = RunRecord::read(path)?;
-    let mut differences = earlier.differences(record);
-    if earlier.plan.shard != record.plan.shard {
+    let mut differences = earlier.differences(&ready.record);
+    if earlier.plan.shard != ready.plan.shard {
         differences.push("another shard of the plan".to_string());
     }
     if !differences.is_empty() && !force {
@@ -262,60 +161,11 @@ fn resume(path: &Path, record: &mut RunRecord, force: bool) -> Result<ResultsFol
             "give the flags it was started with (or none), start a new run, or mix them with --force, which marks it",
         ));
     }
-    let folder = continue_in(path, &earlier, record)?;
-    record.forced.extend(differences);
-    Ok(folder)
+    ready.resume(path, &earlier, differences, bar)
 }
 
-/// Opens the folder of an earlier run and takes over what its record says of the past.
-pub fn continue_in(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> Result<ResultsFolder> {
-    let folder = ResultsFolder::reopen(path)?;
-    record.started.clone_from(&earlier.started);
-    record.resumed = earlier.resumed.clone();
-    record.cold_start.clone_from(&earlier.cold_start);
-    record.ceilings = earlier.ceilings;
-    record.arm_ceilings.clone_from(&earlier.arm_ceilings);
-    record.resumed.push(record::now());
-    record.forced = earlier.forced.clone();
-    record.warnings = earlier.warnings.clone();
-    for model in &mut record.models {
-        if let Some(before) = earlier.models.iter().find(|before| before.reference == model.reference) {
-            model.load_s = before.load_s;
-            model.cold_step_ms = before.cold_step_ms;
-            model.perplexity = before.perplexity;
-        }
-    }
-    Ok(folder)
-}
-
-fn resume_command(record: &RunRecord, folder: &Path) -> String {
-    let command =
-        if record.experiment == SWEEP { "sweep".to_string() } else { format!("run {}", record.experiment) };
-    format!("`inferwall {command} --resume {}`", folder.display())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::engine::device::DeviceKind;
-
-    #[test]
-    fn auto_threads_beside_a_number_are_the_devices_own() {
-        let threads = |knob: &str, values: &str, set: &[&str]| {
-            let options = PlanOptions {
-                experiment: SWEEP.to_string(),
-                sweep: vec![(knob.to_string(), values.to_string())],
-                set: set.iter().map(ToString::to_string).collect(),
-                ..PlanOptions::default()
-            };
-            let plan = build_plan(&options, &Rig { kind: DeviceKind::Cpu, id: "cpu".to_string() }).unwrap();
-            (device_threads(&plan), plan.arms.iter().map(|arm| arm.engine.threads).collect::<Vec<_>>())
-        };
-        assert_eq!(threads("threads", "auto,1", &[]), (None, vec![None, Some(1)]));
-        assert_eq!(threads("threads", "1,auto", &[]), (None, vec![Some(1), None]));
-        assert_eq!(threads("threads", "1,2", &[]), (None, vec![Some(1), Some(2)]));
-        assert_eq!(threads("threads", "2", &[]), (Some(2), vec![Some(2)]));
-        assert_eq!(threads("max_num_seqs", "1,2", &["threads=3"]), (Some(3), vec![Some(3); 2]));
-        assert_eq!(threads("max_num_seqs", "1,2", &["threads=auto"]), (None, vec![None; 2]));
-    }
+fn resume_command(run: &Run) -> String {
+    let experiment = &run.plan.experiment;
+    let command = if experiment == SWEEP { SWEEP.to_string() } else { format!("run {experiment}") };
+    format!("`inferwall {command} --resume {}`", run.folder.path().display())
 }

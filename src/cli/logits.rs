@@ -61,7 +61,7 @@ fn json(rows: &[Vec<f32>]) -> Result<String> {
         logits: &'a [Vec<f32>],
     }
     let text = serde_json::to_string(&Logits { logits: rows });
-    Ok(text.map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))? + "\n")
+    Ok(text.map_err(|error| Error::bug(format!("cannot write JSON: {error}")))? + "\n")
 }
 
 fn csv(rows: &[Vec<f32>]) -> String {

@@ -3,16 +3,18 @@
 //! Rows are put into the order of the plan, so that a merged run is the run that was not sharded, row for row.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::flags::Format;
 use super::{execute, output};
-use crate::experiment::folder::{KERNELS_FILE, ResultsFolder};
-use crate::experiment::plan::{Cell, Plan};
-use crate::experiment::record::{self, RunRecord, Status};
-use crate::report::csv::Rows;
+use crate::experiment::plan::{Arm, Cell};
+use crate::report::format::Format;
+use crate::results::csv::Rows;
+use crate::results::folder::{KERNELS_FILE, ResultsFolder};
+use crate::results::journal::{FinishedCell, JOURNAL, Journal};
+use crate::results::record::{self, RunRecord, Status};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -49,46 +51,25 @@ impl MergeFlags {
     pub fn run(self) -> Result<()> {
         let records: Vec<RunRecord> =
             self.folders.iter().map(|folder| RunRecord::read(folder)).collect::<Result<_>>()?;
-        let mut merged = records[0].clone();
-        merged.plan.shard = None;
-        merged.options.shard = None;
-        for (folder, record) in self.folders.iter().zip(&records).skip(1) {
-            let differences = merged.differences(record);
-            if !differences.is_empty() && !self.force {
-                return Err(Error::invalid(
-                    format!("{} is no shard of the same run: {}", folder.display(), differences.join("; ")),
-                    "merge shards of one plan, build, device and model, or mix them with --force, which marks the result",
-                ));
-            }
-            merged.forced.extend(differences);
-            merged.warnings.extend(record.warnings.iter().cloned());
-            merged.arm_ceilings.extend(record.arm_ceilings.iter().cloned());
-            for skipped in &record.skipped {
-                if !merged.skipped.contains(skipped) {
-                    merged.skipped.push(skipped.clone());
-                }
-            }
-        }
-        merged.command = record::command_line();
-        merged.ended = Some(record::now());
-        merged.warn_of_ceilings();
+        let mut merged = self.merge_records(&records)?;
 
-        let mut by_cell: BTreeMap<(usize, usize), Vec<(&str, Rows)>> = BTreeMap::new();
+        let mut by_cell: BTreeMap<Place, (FinishedCell, CellRows)> = BTreeMap::new();
         for folder in &self.folders {
-            for (cell, rows) in cells_of(folder, &merged.plan)? {
-                if by_cell.insert((cell.repeat, cell.arm), rows).is_some() {
-                    let arm = &merged.plan.arms[cell.arm].name;
+            for (cell, rows) in cells_of(folder)? {
+                if let Some((cell, _)) = by_cell.insert(place(&merged, &cell), (cell, rows)) {
                     return Err(Error::invalid(
-                        format!("{} has arm {arm}, repeat {} again", folder.display(), cell.repeat),
+                        format!("{} has arm {}, repeat {} again", folder.display(), cell.arm, cell.repeat),
                         "give each shard once",
                     ));
                 }
             }
         }
-        let skipped =
-            |arm: usize| merged.skipped.iter().any(|skipped| skipped.arm == merged.plan.arms[arm].name);
-        let missing = |cell: &Cell| !by_cell.contains_key(&(cell.repeat, cell.arm)) && !skipped(cell.arm);
-        let missing = merged.plan.cells().iter().filter(|cell| missing(cell)).count();
+        let there = |cell: &Cell| {
+            let arm = &merged.plan.arms[cell.arm].name;
+            by_cell.contains_key(&(cell.repeat, cell.arm, arm.clone()))
+                || merged.skipped.iter().any(|skipped| skipped.arm == *arm)
+        };
+        let missing = merged.plan.cells().iter().filter(|cell| !there(cell)).count();
         merged.status = if missing == 0 { Status::Complete } else { Status::Interrupted };
         if missing > 0 {
             let warning = format!("{missing} of {} runs of an arm are missing", merged.plan.cells().len());
@@ -97,27 +78,98 @@ impl MergeFlags {
         }
         let mut folder =
             ResultsFolder::create(&self.out, &merged.experiment, &merged.device.id, &merged.plan_hash)?;
-        for ((repeat, arm), rows) in &by_cell {
-            folder.append(Cell { arm: *arm, repeat: *repeat }, rows)?;
+        for (cell, rows) in by_cell.into_values() {
+            folder.append(cell, &rows)?;
         }
-        execute::report(&folder, merged, self.format).map(|_| ())
+        execute::report(&folder, &mut merged, self.format)
     }
+
+    /// What the shards' records say together. Arms that only a later one has (`--force`) follow those of the first.
+    fn merge_records(&self, records: &[RunRecord]) -> Result<RunRecord> {
+        let mut merged = records[0].clone();
+        merged.plan.shard = None;
+        merged.options.shard = None;
+        for (folder, record) in self.folders.iter().zip(records).skip(1) {
+            let differences = records[0].differences(record);
+            if !differences.is_empty() && !self.force {
+                return Err(Error::invalid(
+                    format!("{} is no shard of the same run: {}", folder.display(), differences.join("; ")),
+                    "merge shards of one plan, build, device and model, or mix them with --force, which marks the result",
+                ));
+            }
+            merged.forced.extend(differences.into_iter().chain(record.forced.iter().cloned()));
+            merged.warnings.extend(record.warnings.iter().cloned());
+            merged.arm_ceilings.extend(record.arm_ceilings.iter().cloned());
+            for skipped in &record.skipped {
+                if !merged.skipped.contains(skipped) {
+                    merged.skipped.push(skipped.clone());
+                }
+            }
+            for arm in &record.plan.arms {
+                if !merged.plan.arms.iter().any(|own| own.name == arm.name) {
+                    merged.plan.arms.push(Arm { baseline: false, ..arm.clone() });
+                }
+            }
+            merged.plan.repeats = merged.plan.repeats.max(record.plan.repeats);
+            if record.seeds.len() > merged.seeds.len() {
+                merged.seeds.clone_from(&record.seeds);
+            }
+            merged.add_facts(&record.arms, &record.models);
+            if merged.ceilings.read_bytes_per_s == 0.0 {
+                merged.ceilings = record.ceilings;
+            }
+            if merged.cold_start.is_none() {
+                merged.cold_start.clone_from(&record.cold_start);
+            }
+        }
+        merged.plan_hash = merged.plan.hash();
+        merged.command = record::command_line();
+        merged.ended = Some(record::now());
+        merged.warn_of_ceilings();
+        Ok(merged)
+    }
+}
+
+/// Where the rows of a cell go: by repeat, then by the arm's place in the plan. (An arm that a plan lost follows.)
+type Place = (usize, usize, String);
+
+fn place(merged: &RunRecord, cell: &FinishedCell) -> Place {
+    let arm = merged.plan.arms.iter().position(|arm| arm.name == cell.arm);
+    (cell.repeat, arm.unwrap_or(usize::MAX), cell.arm.clone())
 }
 
 /// Rows of one cell, by file.
 type CellRows = Vec<(&'static str, Rows)>;
 
 /// Rows of a folder, by the cell they belong to.
-fn cells_of(folder: &Path, plan: &Plan) -> Result<Vec<(Cell, CellRows)>> {
-    let finished = ResultsFolder::finished_in(folder)?;
-    let mut cells: Vec<(Cell, CellRows)> = finished.into_iter().map(|cell| (cell, Vec::new())).collect();
+fn cells_of(folder: &Path) -> Result<Vec<(FinishedCell, CellRows)>> {
+    let journal = Journal::read(folder)?;
+    let mut cells: Vec<(FinishedCell, CellRows)> =
+        journal.cells.into_iter().map(|cell| (cell, Vec::new())).collect();
     for name in FILES {
         let path = folder.join(name);
-        let Ok(text) = std::fs::read_to_string(&path) else { continue };
         let damaged = |what: String| {
             Error::invalid(format!("{}: {what}", path.display()), "the file is damaged: run that shard again")
         };
-        let mut reader = csv::Reader::from_reader(text.as_bytes());
+        let mut text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound && !journal.lengths.contains_key(name) => {
+                continue;
+            }
+            Err(error) => return Err(Error::read(&path, &error)),
+        };
+        if name != KERNELS_FILE {
+            let length = journal.lengths.get(name).copied().unwrap_or(0) as usize;
+            if text.len() < length {
+                return Err(damaged(format!("{} bytes, but the journal names {length}", text.len())));
+            }
+            // What follows is of a cell that was never finished.
+            text.truncate(length);
+        }
+        if text.is_empty() {
+            continue;
+        }
+        let mut reader = csv::Reader::from_reader(text.as_slice());
         let headers = reader.headers().map_err(|error| damaged(error.to_string()))?.clone();
         let column = |name: &str| {
             headers
@@ -134,19 +186,23 @@ fn cells_of(folder: &Path, plan: &Plan) -> Result<Vec<(Cell, CellRows)>> {
             *grouped.entry(key).or_default() += &line(&record)?;
         }
         for (cell, rows) in &mut cells {
-            let arm =
-                plan.arms.get(cell.arm).ok_or_else(|| damaged("an arm outside the plan".to_string()))?;
-            if let Some(text) = grouped.remove(&(arm.name.clone(), cell.repeat.to_string())) {
+            if let Some(text) = grouped.remove(&(cell.arm.clone(), cell.repeat.to_string())) {
                 rows.push((name, Rows { header: header.clone(), rows: text }));
             }
+        }
+        if let Some(((arm, repeat), _)) = grouped.first_key_value() {
+            return Err(damaged(format!(
+                "rows of arm {arm}, repeat {repeat}, which {JOURNAL} does not name"
+            )));
         }
     }
     Ok(cells)
 }
 
 fn line(record: &csv::StringRecord) -> Result<String> {
+    let failed = |error: String| Error::bug(format!("cannot write CSV: {error}"));
     let mut writer = csv::Writer::from_writer(Vec::new());
-    writer.write_record(record).map_err(|error| Error::failed(error.to_string(), ""))?;
-    let bytes = writer.into_inner().map_err(|error| Error::failed(error.to_string(), ""))?;
+    writer.write_record(record).map_err(|error| failed(error.to_string()))?;
+    let bytes = writer.into_inner().map_err(|error| failed(error.to_string()))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::output;
-use crate::experiment::runner::Progress;
+use crate::run::progress::Progress;
 
 pub struct Bar {
     bar: Option<ProgressBar>,
@@ -49,6 +49,13 @@ impl Progress for Bar {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::note(text)),
             None => output::note(text),
+        }
+    }
+
+    fn warning(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::warning(text)),
+            None => output::warning(text),
         }
     }
 

@@ -4,23 +4,25 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::execute::{self, SATURATE, SWEEP, SWEEP_SPEC};
-use super::flags::{Format, PlanFlags};
-use super::output;
+use super::flags::PlanFlags;
 use super::progress::Bar;
+use super::{execute, output};
 use crate::engine::config::KvLayout;
-use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::plan::{self, Cell, Plan, PlanOptions, SearchSpan};
-use crate::experiment::prepare::{Prepared, prepare, prepare_more};
-use crate::experiment::record::{self, RunRecord, Status};
-use crate::experiment::runner::{Loaded, Progress, Runner};
-use crate::experiment::{device, interrupt, spec};
+use crate::experiment::sweep::{self, SATURATE};
 use crate::measure::saturate::{SearchOptions, Trial, search};
 use crate::measure::summary::Summary;
 use crate::report;
+use crate::report::format::Format;
+use crate::results::folder::ResultsFolder;
+use crate::results::record::{self, RunRecord, Status};
+use crate::run::device;
+use crate::run::prepare::{Prepared, prepare_more};
+use crate::run::progress::Progress;
+use crate::run::{Ready, Run};
 use crate::workload::slo::Slo;
 use crate::workload::spec::{Count, MOST_REQUESTS};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 #[derive(Debug, Args)]
 pub struct SaturateFlags {
@@ -60,8 +62,7 @@ impl SaturateFlags {
         let (options, span) = self.options(earlier.as_ref())?;
         let slo: Slo = options.slo.as_deref().unwrap_or_default().parse()?;
         let (rig, reason) = device::rig(&options.device)?;
-        let experiments = spec::parse(SWEEP_SPEC, "the sweep's own load")?;
-        let mut plan = plan::build_sweep(spec::find(&experiments, SWEEP)?, &options, &rig)?;
+        let mut plan = sweep::plan_of(&options, &rig)?;
         if plan.arms[0].load.probe.is_some() {
             return Err(Error::invalid(
                 "a probe has no request rate to search",
@@ -70,80 +71,51 @@ impl SaturateFlags {
         }
         plan.question = format!("What is the highest request rate that keeps {slo}?");
 
-        let mut device = device::open(&options.device, plan.arms[0].engine.threads)?.device;
-        let mut prepared = prepare(&plan, device.as_ref())?;
-        let mut record = execute::new_record(&options, &plan, device.as_ref(), &prepared, &reason);
-        let mut folder = match (&self.resume, &earlier) {
-            (Some(path), Some(earlier)) => resume(path, earlier, &mut record)?,
-            _ => ResultsFolder::create(&self.out, &plan.experiment, &rig.id, &record.plan_hash)?,
+        let mut bar = Bar::new();
+        let mut ready = Ready::open(&options, plan, &reason, &mut bar)?;
+        // A rate is tried as often as it takes, whatever the plan says of its first.
+        let most_repeats = options.repeats.unwrap_or(5);
+        ready.record.seeds = record::seeds(ready.plan.seed, most_repeats);
+        let mut run = match (&self.resume, &earlier) {
+            (Some(path), Some(earlier)) => resume(ready, path, earlier, &mut bar)?,
+            _ => ready.begin(&self.out, &mut bar)?,
         };
-        folder.replace(RUN_FILE, &record.json()?)?;
         interrupt::set_hint(format!(
             "the rates tried so far are kept; continue with `inferwall saturate --resume {}`",
-            folder.path().display()
+            run.folder.path().display()
         ));
 
         let search_options = SearchOptions {
             slo,
             start: span.start,
             precision: span.precision,
-            most_repeats: options.repeats.unwrap_or(5) as u32,
+            most_repeats: most_repeats as u32,
             prompts: options.prompts.unwrap_or(PROMPTS),
-            flood_prompts: flood_prompts(&plan, &prepared),
+            flood_prompts: flood_prompts(&run.plan, &run.prepared),
             ..SearchOptions::default()
         };
-        let monitor = execute::watch_gpu(device.as_ref());
-        let mut loaded: Option<Loaded> = None;
-        let mut bar = Bar::new();
         let base_prompts = search_options.prompts;
         let found = search(&search_options, |trial, repeat| {
-            let arms = plan.arms.len();
-            let arm = arm_of(&mut plan, trial, base_prompts, &mut prepared, device.as_ref())?;
+            let arm = arm_of(&mut run, trial, base_prompts)?;
             let cell = Cell { arm, repeat: repeat as usize };
             // The search goes by what it finds, so a resumed one asks for the same rates in the same order.
-            if folder.finished().contains(&cell) {
-                return finished_row(&folder, &plan.arms[arm].name, repeat);
+            let name = &run.plan.arms[arm].name;
+            if run.folder.has(name, cell.repeat) {
+                return finished_row(&run.folder, name, repeat);
             }
-            if plan.arms.len() > arms {
-                // A search that is killed leaves every arm that has rows in its plan.
-                record.plan = plan.clone();
-                folder.replace(RUN_FILE, &record.json()?)?;
+            // A search that is killed leaves every arm that has rows in its plan.
+            if run.record.plan.arms.len() < run.plan.arms.len() {
+                run.save()?;
             }
-            let ceilings = record.ceilings;
-            let mut runner = Runner {
-                plan: &plan,
-                prepared: &mut prepared,
-                device: device.as_mut(),
-                ceilings,
-                folder: &mut folder,
-                record: &mut record,
-                trace: false,
-                until: None,
-                progress: &mut bar,
-            };
-            let summary = runner.run_cell(&mut loaded, cell, (arm + 1, arm + 1))?;
-            summary.ok_or_else(|| Error::failed("the arm was left out", ""))
+            let summary = run.run_cell(cell, (arm + 1, arm + 1), &mut bar)?;
+            summary.ok_or_else(|| Error::bug("an arm of a search was left out"))
         });
         bar.end();
-        if let Some(state) = monitor.and_then(|monitor| monitor.stop()) {
-            record.device.facts_at_end.extend(state.facts());
-            record.warnings.extend(state.warnings());
-        }
-        record.warn_of_ceilings();
-        record.ended = Some(record::now());
-        record.status = match &found {
-            Ok(_) => Status::Complete,
-            Err(Error::Interrupted { .. }) => Status::Interrupted,
-            Err(_) => Status::Failed,
-        };
-        record.plan_hash = plan.hash();
-        record.arms = prepared.arm_records(&plan);
-        record.plan = plan;
-        let saved = record.json().and_then(|json| folder.replace(RUN_FILE, &json));
+        let saved = run.finish(Status::of(&found));
         let found = found?;
         saved?;
         output::data(&report::saturate::render(self.format, &found)?)?;
-        output::note(&format!("results: {}", folder.path().display()));
+        output::note(&format!("results: {}", run.folder.path().display()));
         Ok(())
     }
 
@@ -192,14 +164,14 @@ fn read_earlier(path: &Path) -> Result<RunRecord> {
     Ok(earlier)
 }
 
-/// Opens the folder of a search that was interrupted, if this one would have asked for the same rates.
-fn resume(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> Result<ResultsFolder> {
+/// Takes up a search that was interrupted, if this one would have asked for the same rates.
+fn resume(ready: Ready, path: &Path, earlier: &RunRecord, bar: &mut Bar) -> Result<Run> {
     // The arms after the first came with the search.
     let mut begun = earlier.clone();
     begun.plan.arms.truncate(1);
     begun.plan_hash = begun.plan.hash();
-    let mut differences = begun.differences(record);
-    if begun.options.search != record.options.search {
+    let mut differences = begun.differences(&ready.record);
+    if begun.options.search != ready.record.options.search {
         differences.push("start or precision".to_string());
     }
     if !differences.is_empty() {
@@ -208,13 +180,13 @@ fn resume(path: &Path, earlier: &RunRecord, record: &mut RunRecord) -> Result<Re
             "give the flags it was started with (or none), or start a new search",
         ));
     }
-    execute::continue_in(path, earlier, record)
+    ready.resume(path, earlier, Vec::new(), bar)
 }
 
 /// The row that a finished cell left.
 fn finished_row(folder: &ResultsFolder, arm: &str, repeat: u32) -> Result<Summary> {
     let path = folder.file("summary.csv");
-    let rows: Vec<Summary> = report::csv::read(&path)?;
+    let rows: Vec<Summary> = results::csv::read(&path)?;
     rows.into_iter().find(|row| row.arm == arm && row.repeat == repeat).ok_or_else(|| {
         Error::invalid(
             format!("{} has no row of arm `{arm}`, repeat {repeat}, which cells.jsonl names", path.display()),
@@ -236,25 +208,19 @@ fn flood_prompts(plan: &Plan, prepared: &Prepared) -> Option<usize> {
 }
 
 /// The arm of a rate (and of a number of requests where it is not that of the plan), made when it is first asked for.
-fn arm_of(
-    plan: &mut Plan,
-    Trial { rate, prompts }: Trial,
-    base_prompts: usize,
-    prepared: &mut Prepared,
-    device: &dyn crate::engine::device::Device,
-) -> Result<usize> {
+fn arm_of(run: &mut Run, Trial { rate, prompts }: Trial, base_prompts: usize) -> Result<usize> {
     let more = if prompts == base_prompts { String::new() } else { format!(" prompts={prompts}") };
     let name = format!("request_rate={rate}{more}");
-    if let Some(index) = plan.arms.iter().position(|arm| arm.name == name) {
+    if let Some(index) = run.plan.arms.iter().position(|arm| arm.name == name) {
         return Ok(index);
     }
-    let mut arm = plan.arms[0].clone();
+    let mut arm = run.plan.arms[0].clone();
     arm.name = name;
     arm.value = rate.to_string();
     arm.baseline = false;
     arm.load.request_rate = rate;
     arm.load.prompts = Count::Exact(prompts);
-    plan.arms.push(arm);
-    prepare_more(plan, prepared, device)?;
-    Ok(plan.arms.len() - 1)
+    run.plan.arms.push(arm);
+    prepare_more(&run.plan, &mut run.prepared, run.device.as_ref())?;
+    Ok(run.plan.arms.len() - 1)
 }

@@ -11,13 +11,14 @@ use super::progress::Bar;
 use crate::engine::Engine;
 use crate::engine::cache::plan::{plan_cache, plan_simulated_cache};
 use crate::engine::config::{CpuMath, EngineConfig};
-use crate::engine::device::cpu::MEMORY_LACK;
 use crate::engine::device::{Device, DeviceKind, LoadOptions, Model};
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
-use crate::experiment::runner::Progress;
-use crate::experiment::{device, knobs};
-use crate::report::numbers::{bytes, duration};
+use crate::experiment::knobs;
+use crate::measure::roofs::NO_CEILINGS;
+use crate::numbers::{bytes, duration};
+use crate::run::device;
+use crate::run::progress::Progress;
 use crate::{Error, Result};
 
 /// Flags that choose model, device and engine.
@@ -44,8 +45,15 @@ pub struct ModelFlags {
 pub struct OpenModel {
     pub engine: Engine,
     _model: Box<dyn Model>,
-    _device: Box<dyn Device>,
+    device: Box<dyn Device>,
     pub opened: OpenedModel,
+}
+
+impl OpenModel {
+    /// The device that was opened, whatever it was asked for by.
+    pub fn device_id(&self) -> &str {
+        &self.device.info().id
+    }
 }
 
 /// A model that is opened and checked, but not loaded.
@@ -55,17 +63,10 @@ pub struct Checked {
     config: EngineConfig,
 }
 
-/// Where the system does not say how much memory is free, checks of what fits are only as good as what stands in for it.
-pub fn warn_of_memory(device: &dyn Device) {
-    if let Some((_, how)) = device.info().facts.iter().find(|(key, _)| key == MEMORY_LACK) {
-        output::warning(&format!("memory is counted {how}; set gpu_memory where that is wrong"));
-    }
-}
-
 impl ModelFlags {
     /// Opens device and model. `defaults` are the command's own settings, which `--set` overrides.
     pub fn check(&self, defaults: EngineConfig) -> Result<Checked> {
-        let mut config = Table::try_from(&defaults).map_err(|error| Error::failed(error.to_string(), ""))?;
+        let mut config = Table::try_from(&defaults).map_err(|error| Error::bug(error.to_string()))?;
         for text in &self.set {
             let (knob, setting) = knobs::parse_assignment(text)?;
             if knob.section != knobs::Section::Engine {
@@ -76,15 +77,20 @@ impl ModelFlags {
             }
             knob.set(&mut config, &mut Table::new(), &setting);
         }
-        let config: EngineConfig = Value::Table(config)
-            .try_into()
-            .map_err(|error: toml::de::Error| Error::invalid(error.message().to_string(), ""))?;
+        let config: EngineConfig = Value::Table(config).try_into().map_err(|error: toml::de::Error| {
+            Error::invalid(
+                format!("--set: {}", error.message()),
+                "see README.md for the knobs and their values",
+            )
+        })?;
         config.validate()?;
         let chosen = device::open(&self.device, config.threads)?;
         if !chosen.reason.is_empty() {
             output::note(&format!("device: {} ({})", chosen.device.info().id, chosen.reason));
         }
-        warn_of_memory(chosen.device.as_ref());
+        if let Some(warning) = device::memory_warning(chosen.device.as_ref()) {
+            output::warning(&warning);
+        }
         let model = self.model.clone().unwrap_or_else(|| {
             let model = device::default_model(chosen.device.info().kind);
             output::note(&format!("model: {model} (random weights; --model takes a folder or a hub id)"));
@@ -185,8 +191,8 @@ impl Checked {
         }
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
-        let engine = Engine::new(model.as_ref(), pools, self.config, device::NO_CEILINGS, clock)?;
-        Ok(OpenModel { engine, _model: model, _device: self.device, opened: self.opened })
+        let engine = Engine::new(model.as_ref(), pools, self.config, NO_CEILINGS, clock)?;
+        Ok(OpenModel { engine, _model: model, device: self.device, opened: self.opened })
     }
 }
 

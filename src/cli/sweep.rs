@@ -5,6 +5,7 @@ use clap::Args;
 use super::execute::{self, Request};
 use super::flags::{PartFlags, PlanFlags, RunOutputFlags};
 use crate::experiment::knobs;
+use crate::experiment::sweep::SWEEP;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -38,7 +39,7 @@ pub struct SweepFlags {
 impl SweepFlags {
     pub fn run(self) -> Result<()> {
         let mut options = execute::recorded_options(&self.output)?.unwrap_or_default();
-        options.experiment = execute::SWEEP.to_string();
+        options.experiment = SWEEP.to_string();
         // A name that no knob has is what is wrong, whatever else is.
         self.knob.iter().try_for_each(|knob| knobs::find(knob).map(|_| ()))?;
         if self.knob.len() != self.values.len() {

@@ -243,7 +243,7 @@ fn judge(
             return unsustained(false, judged.repeats);
         }
     }
-    Err(Error::failed("the search ended without a judgement", "this is a defect: please report it"))
+    Err(Error::bug("the search ended without a judgement"))
 }
 
 /// Judges by the limits alone. A first repeat that did not last is not repeated.

@@ -6,6 +6,6 @@ use crate::{Error, Result};
 
 pub fn array<T: Serialize>(items: &[T]) -> Result<String> {
     let text = serde_json::to_string_pretty(items)
-        .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
+        .map_err(|error| Error::bug(format!("cannot write JSON: {error}")))?;
     Ok(text + "\n")
 }

@@ -3,12 +3,13 @@
 use serde::Serialize;
 use serde_json::json;
 
-use super::numbers::{DASH, number, optional};
-use super::{csv, table};
-use crate::cli::flags::Format;
+use super::format::Format;
+use super::table;
 use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation};
 use crate::measure::statistics::mean;
 use crate::measure::summary::Summary;
+use crate::numbers::{DASH, number, optional};
+use crate::results::csv;
 use crate::workload::rate::Rate;
 use crate::{Error, Result};
 
@@ -59,7 +60,7 @@ pub fn render(format: Format, found: &Saturation) -> Result<String> {
             let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows,
                                 "flood_throughput": found.flood_throughput});
             let text = serde_json::to_string_pretty(&answer)
-                .map_err(|error| Error::failed(format!("cannot write JSON: {error}"), ""))?;
+                .map_err(|error| Error::bug(format!("cannot write JSON: {error}")))?;
             Ok(text + "\n")
         }
         Format::Csv => csv::rows(&rows).map(|csv| csv.header + &csv.rows),

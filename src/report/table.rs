@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
-use crate::cli::flags::Format;
+use super::format::Format;
 use crate::{Error, Result};
 
 /// Draws rows under a header; `right` lists the columns to align to the right. JSON is not made from tables.
@@ -10,12 +10,13 @@ pub fn render(format: Format, header: &[&str], rows: &[Vec<String>], right: &[us
     match format {
         Format::Csv => {
             let mut writer = csv::Writer::from_writer(Vec::new());
-            let failed = |error: csv::Error| Error::failed(format!("cannot write CSV: {error}"), "");
+            let failed = |error: csv::Error| Error::bug(format!("cannot write CSV: {error}"));
             writer.write_record(header).map_err(failed)?;
             for row in rows {
                 writer.write_record(row).map_err(failed)?;
             }
-            let bytes = writer.into_inner().map_err(|error| Error::failed(error.to_string(), ""))?;
+            let bytes =
+                writer.into_inner().map_err(|error| Error::bug(format!("cannot write CSV: {error}")))?;
             Ok(String::from_utf8_lossy(&bytes).into_owned())
         }
         Format::Md => Ok(markdown(header, rows, right)),

@@ -29,7 +29,7 @@ fn a_slower_device_is_a_regression() {
     let env = TestEnv::new();
     let (before, after) = two_runs(&env, 1, 2);
     let diff = env.run(&format!("diff {before} {after} --fail-on regressed"));
-    diff.fails(1, "regressed: max_num_seqs=1", "");
+    diff.fails(1, "regressed: max_num_seqs=1", "--fail-on");
     let rows = env.run(&format!("diff {before} {after} --format json")).ok().json();
     let throughput =
         rows.as_array().unwrap().iter().find(|row| row["metric"] == "output_throughput").unwrap();

@@ -199,11 +199,63 @@ fn a_folder_of_synthetic_weights_is_known_by_its_mark() {
         assert_eq!(seen["weights"], "synthetic", "{model}");
         let evaluated =
             env.run(&format!("model eval --model {model} --text text --device cpu --format json"));
-        assert_eq!(evaluated.ok().json()["weights"], "synthetic", "{model}");
+        let evaluated = evaluated.ok().json();
+        assert_eq!(
+            (&evaluated["weights"], &evaluated["device"]),
+            (&"synthetic".into(), &"cpu".into()),
+            "{model}"
+        );
         let sweep = "sweep --knob max_num_seqs --values 2 --device sim:fixed --prompts 2 --set max_model_len=64 \
                      --set input_len=8 --set output_len=4 --format json";
         assert_eq!(env.run(&format!("{sweep} --model {model}")).ok().json()[0]["weights"], "synthetic");
     }
     let real = env.run(&format!("model inspect {} --format json", fixture("hybrid-tiny"))).ok().json();
     assert_eq!(real["weights"], "real");
+}
+
+#[test]
+fn the_device_of_an_evaluation_is_the_one_that_was_opened() {
+    let env = TestEnv::new();
+    env.write("text", "Rivers run down to the sea.");
+    let eval = format!("model eval --model {} --text text --format json", fixture("dense-llama-tiny"));
+    let device = env.run(&eval).ok().json()["device"].as_str().unwrap().to_string();
+    assert!(device == "cpu" || device.starts_with("cuda:"), "{device}");
+}
+
+/// The passage is side work: arms that can run do so, whatever becomes of it.
+#[test]
+fn a_perplexity_that_cannot_be_measured_is_a_warning() {
+    let env = TestEnv::new();
+    for name in ["dense-llama-tiny", "dense-qwen3-tiny"] {
+        std::fs::create_dir(env.path().join(name)).unwrap();
+        for file in ["config.json", "generation_config.json", "model.safetensors"] {
+            std::fs::copy(format!("{}/{file}", fixture(name)), env.path().join(name).join(file)).unwrap();
+        }
+    }
+    env.write("dense-llama-tiny/tokenizer.json", "{");
+    std::fs::copy(
+        format!("{}/tokenizer.json", fixture("dense-qwen3-tiny")),
+        env.path().join("dense-qwen3-tiny/tokenizer.json"),
+    )
+    .unwrap();
+    env.write(
+        "e.toml",
+        r#"
+[two]
+question = "Which model?"
+model = "./dense-qwen3-tiny"
+load = { prompts = 2, input_len = 8, output_len = 4, warmup = { prompts = 1, max_rounds = 1 } }
+engine = { max_model_len = 32, max_num_batched_tokens = 32 }
+arms = [{ name = "qwen" }, { name = "llama", model = "./dense-llama-tiny" }]
+"#,
+    );
+    let ran = env.run("run two --experiments e.toml --device cpu").ok();
+    assert!(ran.stderr.contains("its perplexity was not measured"), "{}", ran.stderr);
+    let run: serde_json::Value =
+        serde_json::from_str(&crate::env::read(&env.only_result(), "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+    let measured: Vec<bool> =
+        run["models"].as_array().unwrap().iter().map(|model| model["perplexity"].is_f64()).collect();
+    assert_eq!(measured, [false, true]);
+    assert!(run["warnings"].to_string().contains("dense-llama-tiny"), "{}", run["warnings"]);
 }

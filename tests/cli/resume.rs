@@ -148,6 +148,49 @@ fn wait_for(mut done: impl FnMut() -> bool) {
     }
 }
 
+/// What is measured stays complete and reported, whatever becomes of the trace.
+#[test]
+fn a_failed_trace_is_a_warning() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    std::fs::create_dir(folder.join("trace.json.gz")).unwrap();
+    let ran = env.run(&format!("run --resume {} --trace", folder.display())).ok();
+    assert!(ran.stdout.contains("max_num_seqs=8") && ran.stdout.contains("Claims:"), "{}", ran.stdout);
+    assert!(ran.stderr.contains("warning: the traced pass failed"), "{}", ran.stderr);
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+    assert!(run["claims"].as_array().unwrap().len() == 2, "{run}");
+    assert!(read(&folder, "report.md").contains("warning: the traced pass failed"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_in_the_traced_pass_leaves_a_complete_run() {
+    let env = TestEnv::new();
+    let long = SMALL.replace("prompts = 8", "prompts = 1000").replace("output_len = 8", "output_len = 200");
+    env.write("e.toml", &long.replace("max_model_len = 64", "max_model_len = 512"));
+    let child = env
+        .command()
+        .args(format!("{RUN} --values 8 --repeats 1 --trace").split(' '))
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for(|| {
+        let root = env.path().join("results/local");
+        let results = if root.exists() { env.results("results/local") } else { Vec::new() };
+        results.first().is_some_and(|folder| folder.join("report.html").exists())
+    });
+    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let output = child.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("the run is complete") && stderr.contains("--trace"), "{stderr}");
+    assert!(stdout.contains("max_num_seqs=8"), "{stdout}");
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    assert_eq!(run["status"], "complete");
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {
@@ -175,4 +218,83 @@ fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {
     assert!(read(&folder, "summary.csv").lines().count() >= 2);
     let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
     assert_eq!(run["status"], "interrupted");
+}
+
+/// Names of arms in the rows of a folder, a row each.
+fn arms(folder: &Path) -> Vec<String> {
+    let csv = read(folder, "summary.csv");
+    csv.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().to_string()).collect()
+}
+
+/// An arm is finished when an arm of its name is, wherever it stands in the plan.
+#[test]
+fn other_arms_are_run_where_a_folder_is_continued_by_force() {
+    let env = small();
+    // (With roofs, so that arms are explained by simulations.)
+    const RUN: &str = "run small --experiments e.toml --device sim:h100";
+    env.run(&format!("{RUN} --values 1,2 --repeats 1")).ok();
+    let folder = env.only_result();
+    let shown = folder.display().to_string();
+    let ran = env.run(&format!("{RUN} --values 2,8 --repeats 1 --resume {shown} --force")).ok();
+    assert!(ran.stderr.contains("arm max_num_seqs=1: the plan has none"), "{}", ran.stderr);
+    assert_eq!(arms(&folder), ["max_num_seqs=1", "max_num_seqs=2", "max_num_seqs=8"]);
+    let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
+    let resolved: Vec<&str> =
+        run["arms"].as_array().unwrap().iter().map(|arm| arm["name"].as_str().unwrap()).collect();
+    assert_eq!(resolved, ["max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=1"]);
+    assert!(run["forced"].to_string().contains("max_num_seqs=1"), "{}", run["forced"]);
+    // It goes on from here as any other run.
+    for command in [format!("run --resume {shown}"), format!("report {shown}"), format!("explain {shown}")] {
+        env.run(&command).ok();
+    }
+    assert_eq!(arms(&folder).len(), 3);
+}
+
+#[test]
+fn rows_of_another_load_are_marked_where_a_folder_is_continued_by_force() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    env.write("e.toml", &SMALL.replace("output_len = 8", "output_len = 9"));
+    let ran = env.run(&format!("run --resume {} --force", folder.display())).ok();
+    assert!(ran.stderr.contains("arm max_num_seqs=1: its finished rows are of another"), "{}", ran.stderr);
+    assert!(!ran.stderr.contains("arm max_num_seqs=8: its"), "{}", ran.stderr);
+}
+
+/// The journal as versions up to 0.1.0 wrote it, which named arms by their place in the plan.
+fn journal_of_places(folder: &Path) -> String {
+    let journal = read(folder, "cells.jsonl");
+    let run: serde_json::Value = serde_json::from_str(&read(folder, "run.json")).unwrap();
+    let arms = run["plan"]["arms"].as_array().unwrap();
+    let line = |line: &str| {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let arm = arms.iter().position(|arm| arm["name"] == line["arm"]).unwrap();
+        let cell = serde_json::json!({ "arm": arm, "repeat": line["repeat"] });
+        format!("{}\n", serde_json::json!({ "cell": cell, "lengths": line["lengths"] }))
+    };
+    journal.lines().map(line).collect()
+}
+
+#[test]
+fn journals_of_earlier_versions() {
+    let undisturbed = small();
+    undisturbed.run(RUN).ok();
+    let env = small();
+    env.run(RUN).ok();
+    let folder = env.only_result();
+    let shown = folder.display().to_string();
+    let old = journal_of_places(&folder);
+    let cut: String = old.split_inclusive('\n').take(2).collect();
+    std::fs::write(folder.join("cells.jsonl"), &cut).unwrap();
+    env.run(&format!("merge {shown} --out part")).ok();
+    env.run(&format!("run --resume {shown}")).ok();
+    assert_eq!(tables(&folder), tables(&undisturbed.only_result()));
+    let journal = read(&folder, "cells.jsonl");
+    assert!(journal.lines().count() == 6 && !journal.contains("\"cell\""), "{journal}");
+    // Where the plan was changed by force nobody knows which arm stood where.
+    std::fs::write(folder.join("cells.jsonl"), old).unwrap();
+    let run = read(&folder, "run.json").replace("\"forced\": []", "\"forced\": [\"plan: a against b\"]");
+    std::fs::write(folder.join("run.json"), run).unwrap();
+    for command in [format!("run --resume {shown}"), format!("merge {shown} --out other")] {
+        env.run(&command).fails(2, "named by its place in the plan", "earlier version");
+    }
 }

@@ -187,7 +187,7 @@ fn check_fails_when_a_claim_does_not_hold() {
         env.run(&format!("run small --experiments e.toml --device sim:fixed --repeats 1 {flags}"))
     };
     assert!(run("").ok().stdout.contains("[does not hold]"));
-    run("--check").fails(1, "1 claim(s) do not hold", "");
+    run("--check").fails(1, "1 claim(s) do not hold", "inferwall explain");
 }
 
 #[test]

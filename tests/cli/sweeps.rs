@@ -107,7 +107,16 @@ fn a_budget_leaves_arms_for_later() {
     let folder = env.only_result();
     env.run(&format!("sweep --resume {}", folder.display())).ok();
     assert_eq!(read(&folder, "summary.csv").lines().count(), 3);
-    env.run(&format!("{sweep} --budget -1")).fails(2, "--budget -1", "above 0");
+    // A wrong one is told before anything is opened or written.
+    let before = read(&folder, "run.json");
+    for command in [sweep.clone(), format!("sweep --resume {}", folder.display())] {
+        env.run(&format!("{command} --budget -1")).fails(2, "--budget -1", "above 0");
+    }
+    assert_eq!((read(&env.only_result(), "run.json"), before.contains("\"complete\"")), (before, true));
+    // Of the arms of another plan those count that have no rows yet.
+    let more = "--values 8,1 --force --budget 0.000000001";
+    let ran = env.run(&format!("sweep --resume {} --knob max_num_seqs {more}", folder.display()));
+    assert!(ran.stderr.contains("1 runs of an arm are left"), "{}", ran.stderr);
 }
 
 #[test]
@@ -120,6 +129,8 @@ fn saturate_finds_the_rate_a_queue_can_take() {
     let keeps = found["keeps"]["rate"].as_f64().unwrap();
     assert!((60.0..=100.0).contains(&keeps), "{found}");
     assert!(found["keeps"]["goodput"].as_f64().unwrap() > 50.0);
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    assert_eq!(run["seeds"].as_array().unwrap().len(), 1);
     env.run("saturate --slo ttft_p98=3 --device sim:fixed").fails(2, "ttft_p98", "ttft");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --prompts 10").fails(2, "10 requests", "--prompts");
     env.run("saturate --slo ttft_p99=3 --device sim:fixed --load prompts=10").fails(
@@ -133,7 +144,7 @@ fn saturate_finds_the_rate_a_queue_can_take() {
 fn kill_after(folder: &std::path::Path, cells: usize) {
     let journal = read(folder, "cells.jsonl");
     let kept: Vec<&str> = journal.lines().take(cells).collect();
-    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ce", kept.join("\n"))).unwrap();
+    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ar", kept.join("\n"))).unwrap();
 }
 
 #[test]
@@ -174,6 +185,50 @@ fn shards_of_a_sweep_merge_to_the_whole() {
     assert!(part.stderr.contains("3 of 6 runs of an arm are missing"), "{}", part.stderr);
 }
 
+/// Each shard knows its own arms: none of their rows is lost, nor what was measured of a model.
+#[test]
+fn shards_of_different_plans_are_merged_by_force() {
+    let env = TestEnv::new();
+    let run = |values: &str, out: &str| {
+        env.run(&format!("sweep --knob max_num_seqs --values {values} {FAST} --out {out}")).ok();
+        env.results(out)[0].clone()
+    };
+    let (one, two) = (run("1,2", "one"), run("4,8,16", "two"));
+    let of_model = |folder: &std::path::Path, key: &str| {
+        let run: serde_json::Value = serde_json::from_str(&read(folder, "run.json")).unwrap();
+        run["models"][0][key].clone()
+    };
+    let edit = |folder: &std::path::Path, from: &str, to: &str| {
+        let text = read(folder, "run.json");
+        assert!(text.contains(from), "{text}");
+        std::fs::write(folder.join("run.json"), text.replace(from, to)).unwrap();
+    };
+    edit(&two, "\"perplexity\": null", "\"perplexity\": 7.25");
+    let shards = format!("{} {}", one.display(), two.display());
+    env.run(&format!("merge {shards} --out merged")).fails(2, "no shard of the same run: plan", "--force");
+    env.run(&format!("merge {shards} --force --out merged")).ok();
+    let merged = env.results("merged")[0].clone();
+    for name in ["summary.csv", "requests.csv", "steps.csv"] {
+        let rows = |folder: &std::path::Path| read(folder, name).split_once('\n').unwrap().1.to_string();
+        assert_eq!(rows(&merged), rows(&one) + &rows(&two), "{name}");
+    }
+    let run: serde_json::Value = serde_json::from_str(&read(&merged, "run.json")).unwrap();
+    assert_eq!((&run["status"], run["arms"].as_array().unwrap().len()), (&"complete".into(), 5));
+    assert!(run["forced"][0].as_str().unwrap().starts_with("plan: "), "{}", run["forced"]);
+    assert_eq!(of_model(&merged, "perplexity"), 7.25);
+    assert_eq!(of_model(&merged, "load_s"), of_model(&one, "load_s"));
+    // Rows that no journal names are told, not dropped.
+    let text = read(&two, "cells.jsonl");
+    let lines: Vec<&str> = text.lines().collect();
+    std::fs::write(two.join("cells.jsonl"), format!("{}\n{}\n", lines[0], lines[2])).unwrap();
+    env.run(&format!("merge {} --out lost", two.display())).fails(2, "rows of arm max_num_seqs=8", "damaged");
+    // What a kill left unfinished is.
+    std::fs::write(two.join("cells.jsonl"), format!("{}\n", lines[0])).unwrap();
+    let part = env.run(&format!("merge {} --out cut", two.display())).ok();
+    assert!(part.stderr.contains("2 of 3 runs of an arm are missing"), "{}", part.stderr);
+    assert_eq!(read(&env.results("cut")[0], "summary.csv").lines().count(), 2);
+}
+
 #[test]
 fn limits_fill_goodput_in_sweeps_and_runs() {
     let env = TestEnv::new();
@@ -208,6 +263,7 @@ fn a_killed_search_resumes_to_the_same_answer() {
     assert_eq!(read(&folder, "summary.csv"), whole);
     let run: serde_json::Value = serde_json::from_str(&read(&folder, "run.json")).unwrap();
     assert_eq!((&run["status"], run["resumed"].as_array().unwrap().len()), (&"complete".into(), 1));
+    assert_eq!(run["seeds"].as_array().unwrap().len(), 3);
 }
 
 #[test]
@@ -220,6 +276,24 @@ fn searches_that_cannot_be_continued() {
     env.run(&format!("sweep --resume {folder}")).fails(2, "search for the highest rate", "saturate --resume");
     env.run(&format!("{SATURATE} --shard 1/2")).fails(2, "'--shard'", "");
     env.run("saturate --device sim:fixed").fails(2, "no limits", "--slo");
+}
+
+/// Every repeat that a search may run has its seed in run.json, though the plan names no number of repeats.
+#[test]
+fn a_search_keeps_the_seeds_of_its_repeats() {
+    let env = TestEnv::new();
+    env.run(SATURATE.trim_end_matches("--repeats 3")).ok();
+    let run: serde_json::Value = serde_json::from_str(&read(&env.only_result(), "run.json")).unwrap();
+    let seeds = run["seeds"].as_array().unwrap();
+    assert_eq!(seeds.len(), 5);
+    let csv = read(&env.only_result(), "summary.csv");
+    let mut reader = csv::Reader::from_reader(csv.as_bytes());
+    let header = reader.headers().unwrap().clone();
+    let column = |name: &str| header.iter().position(|column| column == name).unwrap();
+    let (repeat, seed) = (column("repeat"), column("seed"));
+    for row in reader.records().map(Result::unwrap) {
+        assert_eq!(row[seed], seeds[row[repeat].parse::<usize>().unwrap()].to_string());
+    }
 }
 
 #[test]

@@ -8,10 +8,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::super::flags::Format;
 use super::super::{output, session};
 use crate::engine::config::EngineConfig;
-use crate::experiment::prepare::weights_word;
+use crate::report::format::Format;
+use crate::run::prepare::weights_word;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -60,7 +60,7 @@ pub fn run(flags: &EvalFlags) -> Result<()> {
     let evaluation = evaluate(flags)?;
     if json {
         let text = serde_json::to_string_pretty(&evaluation)
-            .map_err(|error| Error::failed(format!("cannot write the result as JSON: {error}"), ""))?;
+            .map_err(|error| Error::bug(format!("cannot write the result as JSON: {error}")))?;
         return output::data(&format!("{text}\n"));
     }
     output::data(&format!(
@@ -113,7 +113,7 @@ fn evaluate(flags: &EvalFlags) -> Result<Evaluation> {
         model: layout.spec.name.clone(),
         hash: layout.hash.clone(),
         weights: weights_word(layout.synthetic),
-        device: flags.model.device.clone(),
+        device: model.device_id().to_string(),
         text: flags.text.display().to_string(),
         window: flags.window,
         windows: windows.len(),

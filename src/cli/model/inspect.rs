@@ -71,7 +71,7 @@ impl<'a> Report<'a> {
             "generation": self.model.generation,
         });
         let text = serde_json::to_string_pretty(&value)
-            .map_err(|error| Error::failed(format!("cannot write the report as JSON: {error}"), ""))?;
+            .map_err(|error| Error::bug(format!("cannot write the report as JSON: {error}")))?;
         Ok(text + "\n")
     }
 

@@ -148,7 +148,7 @@ mod tests {
                 SequenceStep { want: Want::LogProbOf { targets: &[1, 2, vocab] }, ..good.clone() },
                 "vocabulary",
             ),
-            (SequenceStep { input: Input::Known(&[vocab]), ..good.clone() }, "vocabulary"),
+            (SequenceStep { input: Input::Known(&[1, vocab]), ..good.clone() }, "vocabulary"),
             (SequenceStep { drafts: &[vocab], ..good.clone() }, "vocabulary"),
             (SequenceStep { input: Input::Known(&[]), ..good.clone() }, "without a new token"),
         ];

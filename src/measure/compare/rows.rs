@@ -63,7 +63,7 @@ impl DiffRow {
 /// # Errors
 /// None that a user could cause; the signature is serde's.
 pub fn to_json(rows: &[DiffRow]) -> Result<String> {
-    serde_json::to_string_pretty(rows).map_err(|error| Error::failed(error.to_string(), ""))
+    serde_json::to_string_pretty(rows).map_err(|error| Error::bug(format!("cannot write JSON: {error}")))
 }
 
 /// The JSON columns, then `p_corrected, effect_size, repeats_before, repeats_after`.
@@ -88,7 +88,7 @@ pub fn to_csv(rows: &[DiffRow]) -> Result<String> {
         repeats_after: usize,
     }
     let mut writer = csv::Writer::from_writer(Vec::new());
-    let failed = |error: String| Error::failed(format!("cannot write the comparison: {error}"), "");
+    let failed = |error: String| Error::bug(format!("cannot write the comparison: {error}"));
     for row in rows {
         let line = CsvRow {
             arm: &row.arm,

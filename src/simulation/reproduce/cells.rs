@@ -104,12 +104,7 @@ fn last_digit(value: f64) -> f64 {
 pub fn published(part: u32) -> Result<Vec<Cell>> {
     let cells: Result<Vec<Cell>, csv::Error> =
         csv::Reader::from_reader(CELLS.as_bytes()).deserialize().collect();
-    let cells = cells.map_err(|error| {
-        Error::failed(
-            format!("the series' cells cannot be read: {error}"),
-            "this is a defect: please report it with the command line",
-        )
-    })?;
+    let cells = cells.map_err(|error| Error::bug(format!("the series' cells cannot be read: {error}")))?;
     Ok(cells.into_iter().filter(|cell| cell.part == part).collect())
 }
 

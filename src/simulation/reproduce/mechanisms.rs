@@ -20,9 +20,10 @@ pub struct Mechanism {
 }
 
 fn arm(part: u32, name: &str) -> Result<PlannedArm> {
-    plan::arms(part)?.into_iter().find(|arm| arm.name == name).ok_or_else(|| {
-        Error::failed(format!("the series' plan has no arm `{name}`"), "this is a defect: please report it")
-    })
+    plan::arms(part)?
+        .into_iter()
+        .find(|arm| arm.name == name)
+        .ok_or_else(|| Error::bug(format!("the series' plan has no arm `{name}`")))
 }
 
 fn figure(arm: &PlannedArm, device: &SimDevice, seed: u64, metric: &str) -> Result<f64> {

@@ -108,8 +108,5 @@ fn arm(group: &Group, name: String, load: Table, engine: Table) -> Result<Planne
 }
 
 fn defect(error: &dyn std::fmt::Display) -> Error {
-    Error::failed(
-        format!("the series' plan cannot be read: {error}"),
-        "this is a defect: please report it with the command line",
-    )
+    Error::bug(format!("the series' plan cannot be read: {error}"))
 }

@@ -10,22 +10,20 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::plan::Cell;
-use crate::report::csv::Rows;
+use super::csv::Rows;
+use super::journal::{FinishedCell, JOURNAL, Journal};
 use crate::{Error, Result};
 
 pub const RUN_FILE: &str = "run.json";
 /// Written whole after each traced pass, like the trace itself.
 pub const KERNELS_FILE: &str = "kernels.csv";
-const JOURNAL: &str = "cells.jsonl";
 
 #[derive(Debug)]
 pub struct ResultsFolder {
     path: PathBuf,
-    finished: Vec<Cell>,
+    finished: Vec<FinishedCell>,
     /// Length of each file with only finished rows in it.
     lengths: BTreeMap<String, u64>,
     /// Locked while the folder is written to; the system lets go when the process ends, however it does.
@@ -46,12 +44,6 @@ fn lock(folder: &Path) -> Result<File> {
     }
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct JournalLine {
-    cell: Cell,
-    lengths: BTreeMap<String, u64>,
-}
-
 /// A results folder that cannot be written is the user's to mend, whatever the run was doing.
 fn unwritable(path: &Path, source: &std::io::Error) -> Error {
     Error::invalid(
@@ -63,6 +55,9 @@ fn unwritable(path: &Path, source: &std::io::Error) -> Error {
 
 impl ResultsFolder {
     /// Makes `<root>/<experiment>/<date>-<rig>-<id>`, which must not exist yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it cannot be made, [`Error::Failed`] when no name is free.
     pub fn create(root: &Path, experiment: &str, rig: &str, identity: &str) -> Result<Self> {
         let parent = root.join(experiment);
         std::fs::create_dir_all(&parent).map_err(|error| unwritable(&parent, &error))?;
@@ -94,16 +89,20 @@ impl ResultsFolder {
     }
 
     /// Opens a folder to continue in, and cuts off what a kill left half written.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when another process writes to it, when rows that the journal names are missing, and for a
+    /// journal that cannot be read (see [`Journal::read`]).
     pub fn reopen(path: &Path) -> Result<Self> {
         let _lock = lock(path)?;
-        let mut folder =
-            Self { path: path.to_path_buf(), finished: Vec::new(), lengths: BTreeMap::new(), _lock };
-        let (lines, valid_bytes) = read_journal(path)?;
-        for line in lines {
-            folder.finished.push(line.cell);
-            folder.lengths.extend(line.lengths);
+        let Journal { cells, lengths, valid_bytes, old } = Journal::read(path)?;
+        let folder = Self { path: path.to_path_buf(), finished: cells, lengths, _lock };
+        if old {
+            // While its run.json still has the plan that the lines are of.
+            folder.rewrite_journal()?;
+        } else {
+            folder.cut(JOURNAL, valid_bytes)?;
         }
-        folder.cut(JOURNAL, valid_bytes)?;
         // (A file that is gone lost all of its rows.)
         folder.lengths.iter().try_for_each(|(name, &length)| folder.cut(name, length))?;
         let entries = std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?;
@@ -116,9 +115,14 @@ impl ResultsFolder {
         Ok(folder)
     }
 
-    /// Cells that are finished in a folder, without touching it.
-    pub fn finished_in(path: &Path) -> Result<Vec<Cell>> {
-        Ok(read_journal(path)?.0.into_iter().map(|line| line.cell).collect())
+    fn rewrite_journal(&self) -> Result<()> {
+        let none = BTreeMap::new();
+        let last = self.finished.len().saturating_sub(1);
+        let lines = self.finished.iter().enumerate().map(|(index, cell)| {
+            // (Only the last lengths count.)
+            Journal::line(cell, if index == last { &self.lengths } else { &none })
+        });
+        self.replace(JOURNAL, lines.collect::<Result<String>>()?.as_bytes())
     }
 
     /// Shortens a file to `length`. A file shorter than that lost finished rows.
@@ -152,12 +156,20 @@ impl ResultsFolder {
         self.path.join(name)
     }
 
-    pub fn finished(&self) -> &[Cell] {
+    pub fn finished(&self) -> &[FinishedCell] {
         &self.finished
     }
 
+    /// Whether the arm of this name has rows of the repeat.
+    pub fn has(&self, arm: &str, repeat: usize) -> bool {
+        self.finished.iter().any(|cell| cell.arm == arm && cell.repeat == repeat)
+    }
+
     /// Adds the rows of a finished cell to files by name; the header goes before the first rows.
-    pub fn append(&mut self, cell: Cell, files: &[(&str, Rows)]) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a file cannot be written; the cell then does not count as finished.
+    pub fn append(&mut self, cell: FinishedCell, files: &[(&str, Rows)]) -> Result<()> {
         let mut lengths = BTreeMap::new();
         for (name, Rows { header, rows }) in files {
             let path = self.file(name);
@@ -166,20 +178,24 @@ impl ResultsFolder {
             append_text(&path, &text)?;
             lengths.insert((*name).to_string(), before + text.len() as u64);
         }
-        let line = JournalLine { cell, lengths: lengths.clone() };
-        let json = serde_json::to_string(&line).map_err(|error| Error::failed(error.to_string(), ""))?;
-        append_text(&self.file(JOURNAL), &(json + "\n"))?;
+        append_text(&self.file(JOURNAL), &Journal::line(&cell, &lengths)?)?;
         self.lengths.extend(lengths);
         self.finished.push(cell);
         Ok(())
     }
 
     /// Writes a whole file under a temporary name, then renames it into place.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it cannot be written; what was there before stays.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         Self::write_whole(&self.path, name, bytes)
     }
 
     /// The same for a folder that is not being run in.
+    ///
+    /// # Errors
+    /// As [`Self::replace`].
     pub fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
         let path = folder.join(name);
         let temporary = folder.join(format!(".{name}.new"));
@@ -192,25 +208,6 @@ impl ResultsFolder {
             unwritable(&path, &error)
         })
     }
-}
-
-/// Whole lines of the journal, and how many bytes they are. A line cut short by a kill ends it.
-fn read_journal(folder: &Path) -> Result<(Vec<JournalLine>, u64)> {
-    let path = folder.join(JOURNAL);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-        Err(error) => return Err(Error::read(&path, &error)),
-    };
-    let (mut lines, mut bytes) = (Vec::new(), 0);
-    for line in text.split_inclusive('\n') {
-        match serde_json::from_str(line) {
-            Ok(entry) if line.ends_with('\n') => lines.push(entry),
-            _ => break,
-        }
-        bytes += line.len() as u64;
-    }
-    Ok((lines, bytes))
 }
 
 fn append_text(path: &Path, text: &str) -> Result<()> {
@@ -229,8 +226,8 @@ mod tests {
         vec![("summary.csv", Rows { header: "a,b\n".to_string(), rows: rows.to_string() })]
     }
 
-    fn cell(arm: usize) -> Cell {
-        Cell { arm, repeat: 0 }
+    fn cell(arm: usize) -> FinishedCell {
+        FinishedCell { arm: format!("a={arm}"), config_hash: "c0ffee".to_string(), repeat: 0 }
     }
 
     #[test]
@@ -240,7 +237,7 @@ mod tests {
         folder.append(cell(0), &files("1,2\n")).unwrap();
         let path = folder.path().to_path_buf();
         append_text(&path.join("summary.csv"), "3,").unwrap();
-        append_text(&path.join(JOURNAL), "{\"cell\":{\"ar").unwrap();
+        append_text(&path.join(JOURNAL), "{\"arm\":\"a=").unwrap();
         drop(folder);
         let mut folder = ResultsFolder::reopen(&path).unwrap();
         assert_eq!(folder.finished(), [cell(0)]);

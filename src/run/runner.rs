@@ -6,21 +6,19 @@
 
 use std::time::Instant;
 
-use super::drive::{Submission, drive};
-use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
-use super::interrupt;
-use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
+use super::progress::Progress;
 use super::quality;
-use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
-use super::target::Embedded;
 use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
+use crate::experiment::plan::{Arm, Cell, Plan};
+use crate::experiment::sweep::SWEEP;
 use crate::measure::checks::check_rows;
+use crate::measure::drive::{Submission, drive};
 use crate::measure::kernels::kernel_rows;
 use crate::measure::populations::population_rows;
 use crate::measure::recorder::ArmRecord;
@@ -29,21 +27,16 @@ use crate::measure::rows::KernelRow;
 use crate::measure::saturate::OverSaturation;
 use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
+use crate::measure::target::Embedded;
 use crate::report::chrome_trace::ChromeTrace;
-use crate::report::csv::{self, Rows, rows};
 use crate::report::overview;
+use crate::results::csv::{self, Rows, rows};
+use crate::results::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
+use crate::results::journal::FinishedCell;
+use crate::results::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
-use crate::{Error, Result};
-
-/// How a run tells of its progress. Nothing of it is data.
-pub trait Progress {
-    /// The `position`th of `of` cells begins: `total` answers are expected.
-    fn begin(&mut self, position: usize, of: usize, what: &str, total: u64);
-    fn advance(&mut self, done: u64);
-    fn line(&mut self, text: &str);
-    fn end(&mut self);
-}
+use crate::{Error, Result, interrupt};
 
 pub struct Runner<'a> {
     pub plan: &'a Plan,
@@ -52,7 +45,6 @@ pub struct Runner<'a> {
     pub ceilings: Ceilings,
     pub folder: &'a mut ResultsFolder,
     pub record: &'a mut RunRecord,
-    pub trace: bool,
     /// Begin no further cell after this moment.
     pub until: Option<Instant>,
     pub progress: &'a mut dyn Progress,
@@ -91,37 +83,39 @@ impl Runner<'_> {
     ///
     /// # Errors
     /// [`Error::Interrupted`] after Ctrl-C; what a device or the disk says. Finished cells are kept.
-    pub fn run(&mut self) -> Result<Ending> {
-        let mut loaded: Option<Loaded> = None;
+    pub fn run(&mut self, loaded: &mut Option<Loaded>) -> Result<Ending> {
         let cells = self.plan.cells();
         let mut ending = Ending::Complete;
         for (position, &cell) in cells.iter().enumerate() {
-            if self.prepared.arms[cell.arm].is_none() {
-                continue;
-            }
-            if self.folder.finished().contains(&cell) || self.is_over_saturated(cell)? {
+            if !self.is_left(cell) || self.is_over_saturated(cell)? {
                 continue;
             }
             if self.until.is_some_and(|until| Instant::now() >= until) {
-                ending = Ending::OutOfTime(cells.len() - position);
+                let left = cells[position..].iter().filter(|&&cell| self.is_left(cell)).count();
+                ending = Ending::OutOfTime(left);
                 break;
             }
-            self.run_cell(&mut loaded, cell, (position + 1, cells.len()))?;
+            self.run_cell(loaded, cell, (position + 1, cells.len()))?;
         }
-        if self.trace && ending == Ending::Complete {
-            self.trace_arms(&mut loaded, &cells)?;
-        }
-        self.progress.end();
         Ok(ending)
+    }
+
+    /// Whether a cell is still to be run: it can be, and has no rows yet.
+    fn is_left(&self, cell: Cell) -> bool {
+        self.prepared.arms[cell.arm].is_some() && !self.is_finished(cell)
     }
 
     /// A traced pass of every arm. After all that is measured: what times a GPU's kernels slows its launches down until the
     /// program ends.
-    fn trace_arms(&mut self, loaded: &mut Option<Loaded>, cells: &[Cell]) -> Result<()> {
+    ///
+    /// # Errors
+    /// As [`Self::run`]. What was traced until then is kept.
+    pub fn trace(&mut self, loaded: &mut Option<Loaded>) -> Result<()> {
+        let cells = self.plan.cells();
         let mut trace = ChromeTrace::default();
         let mut kernels: Vec<KernelRow> = Vec::new();
-        for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(cells, cell.arm)) {
-            if !self.folder.finished().contains(&cell) || !self.load(loaded, cell.arm)? {
+        for &cell in cells.iter().filter(|cell| cell.repeat == first_repeat(&cells, cell.arm)) {
+            if !self.is_finished(cell) || !self.load(loaded, cell.arm)? {
                 continue;
             }
             let Some(on_device) = loaded.as_mut() else { continue };
@@ -160,10 +154,14 @@ impl Runner<'_> {
         }
     }
 
+    fn is_finished(&self, cell: Cell) -> bool {
+        self.folder.has(&self.plan.arms[cell.arm].name, cell.repeat)
+    }
+
     /// Whether a sweep over rising rates has already shown, in this repeat, that a rate this high teaches nothing more.
     fn is_over_saturated(&mut self, cell: Cell) -> Result<bool> {
         let arm = &self.plan.arms[cell.arm];
-        if self.plan.experiment != "sweep" || arm.knob != "request_rate" {
+        if self.plan.experiment != SWEEP || arm.knob != "request_rate" {
             return Ok(false);
         }
         let path = self.folder.file("summary.csv");
@@ -217,7 +215,7 @@ impl Runner<'_> {
                     record.load_s.get_or_insert(began.elapsed().as_secs_f64());
                 }
                 let before_s = record::seconds_since_start();
-                self.measure_quality(&arm.model, model.as_ref(), &options)?;
+                self.measure_quality(arm, model.as_ref(), &options)?;
                 // Of the arithmetic this model was loaded for.
                 self.ceilings = self.device.ceilings()?;
                 let ceilings_s = record::seconds_since_start() - before_s;
@@ -248,18 +246,29 @@ impl Runner<'_> {
         }
     }
 
-    /// Where models with real weights are compared, what each one's weights are worth.
-    fn measure_quality(&mut self, reference: &str, model: &dyn Model, options: &LoadOptions) -> Result<()> {
+    /// Where models with real weights are compared, what each one's weights are worth. The arms are what was asked for:
+    /// a passage that cannot be measured is a warning.
+    fn measure_quality(&mut self, arm: &Arm, model: &dyn Model, options: &LoadOptions) -> Result<()> {
         let several = self.record.models.len() > 1;
-        let opened = &self.prepared.models[reference];
-        let record = self.record.models.iter_mut().find(|record| record.reference == reference);
+        let opened = &self.prepared.models[&arm.model];
+        let record = self.record.models.iter_mut().find(|record| record.reference == arm.model);
         let Some(record) = record.filter(|record| several && record.perplexity.is_none()) else {
             return Ok(());
         };
         if opened.layout.synthetic || self.device.info().simulated() {
             return Ok(());
         }
-        record.perplexity = quality::perplexity(self.device, opened, model, options)?;
+        match quality::perplexity(self.device, opened, model, options, arm.engine.max_num_batched_tokens) {
+            Ok(perplexity) => record.perplexity = perplexity,
+            Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
+            Err(error) => {
+                let warning = format!("{}: its perplexity was not measured: {error}", arm.model);
+                self.progress.warning(&warning);
+                if !self.record.warnings.contains(&warning) {
+                    self.record.warnings.push(warning);
+                }
+            }
+        }
         self.save_record()
     }
 
@@ -301,7 +310,7 @@ impl Runner<'_> {
     ) -> Result<Summary> {
         let arm = &self.plan.arms[cell.arm];
         let Some(ready) = &self.prepared.arms[cell.arm] else {
-            return Err(Error::failed(format!("arm `{}` was not prepared", arm.name), ""));
+            return Err(Error::bug(format!("arm `{}` was not prepared", arm.name)));
         };
         let model = &self.prepared.models[&arm.model];
         let schedule = prepare::schedule(self.plan, arm, model, cell.repeat)?;
@@ -344,8 +353,9 @@ impl Runner<'_> {
         let before = self.device.ceilings_now()?;
         self.progress.begin(position, of, &what, expected);
         let progress = &mut *self.progress;
-        let mut record =
-            drive(&mut Embedded { engine }, schedule, submission, &mut |done| progress.advance(done as u64))?;
+        let mut record = drive(&mut Embedded { engine }, schedule, submission, None, &mut |done| {
+            progress.advance(done as u64)
+        })?;
         // (The arm is done: it is not lost for a reading that fails.)
         let after = self.device.ceilings_now().unwrap_or_else(|error| {
             self.record.warnings.push(format!("{}: ceilings after it were not measured: {error}", arm.name));
@@ -405,7 +415,7 @@ impl Runner<'_> {
         {
             files.insert(0, ("cold.csv", rows([cold])?));
         }
-        self.folder.append(cell, &files)?;
+        self.folder.append(FinishedCell::new(arm, cell.repeat), &files)?;
         self.progress.line(&overview::one_line(&summary, self.plan.repeats));
         Ok(summary)
     }
@@ -452,7 +462,7 @@ impl Runner<'_> {
             self.progress.begin(0, 0, &format!("{}: tracing", arm.name), schedule.requests.len() as u64);
             let progress = &mut *self.progress;
             let driven =
-                drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, &mut |done| {
+                drive(&mut Embedded { engine }, schedule, Submission { delay_s, gap_s }, None, &mut |done| {
                     progress.advance(done as u64);
                 });
             let end = engine.finish_trace()?;

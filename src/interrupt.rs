@@ -27,7 +27,12 @@ pub fn install() -> Result<()> {
         }
         std::process::exit(130);
     })
-    .map_err(|error| Error::failed(format!("cannot catch Ctrl-C: {error}"), ""))
+    .map_err(|error| {
+        Error::failed(
+            format!("cannot catch Ctrl-C: {error}"),
+            "the system lets this process handle no signals: start it from a shell",
+        )
+    })
 }
 
 /// What to tell the user when interrupted from now on.

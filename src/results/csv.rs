@@ -17,10 +17,9 @@ pub struct Rows {
 pub fn rows<T: Serialize>(items: impl IntoIterator<Item = T>) -> Result<Rows> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     for item in items {
-        writer.serialize(item).map_err(|error| Error::failed(format!("cannot write CSV: {error}"), ""))?;
+        writer.serialize(item).map_err(|error| Error::bug(format!("cannot write CSV: {error}")))?;
     }
-    let bytes =
-        writer.into_inner().map_err(|error| Error::failed(format!("cannot write CSV: {error}"), ""))?;
+    let bytes = writer.into_inner().map_err(|error| Error::bug(format!("cannot write CSV: {error}")))?;
     let text = String::from_utf8_lossy(&bytes);
     let (header, rows) = text.split_once('\n').unwrap_or(("", ""));
     let header = if header.is_empty() { String::new() } else { format!("{header}\n") };

@@ -1,21 +1,11 @@
 //! `--device`, turned into a device in one place: what `auto` picks, and why.
 
-use super::spec::Rig;
-use crate::engine::account::Ceilings;
-use crate::engine::device::cpu::CpuDevice;
+use crate::engine::device::cpu::{CpuDevice, MEMORY_LACK};
 use crate::engine::device::sim::SimDevice;
 use crate::engine::device::sim::fixed::FixedDevice;
 use crate::engine::device::{Device, DeviceKind, cuda};
+use crate::experiment::spec::Rig;
 use crate::{Error, Result};
-
-/// Ceilings of a device that is not judged.
-pub const NO_CEILINGS: Ceilings = Ceilings {
-    read_bytes_per_s: f64::INFINITY,
-    copy_bytes_per_s: f64::INFINITY,
-    flops_per_s: f64::INFINITY,
-    launch_s: 0.0,
-    measured: false,
-};
 
 /// The model a command works on when none is named.
 pub fn default_model(kind: DeviceKind) -> &'static str {
@@ -23,6 +13,12 @@ pub fn default_model(kind: DeviceKind) -> &'static str {
         DeviceKind::Cpu => "synthetic:demo",
         DeviceKind::Cuda | DeviceKind::Sim => "synthetic:qwen3.5-4b",
     }
+}
+
+/// Where the system does not say how much memory is free, checks of what fits are only as good as what stands in for it.
+pub fn memory_warning(device: &dyn Device) -> Option<String> {
+    let (_, how) = device.info().facts.iter().find(|(key, _)| key == MEMORY_LACK)?;
+    Some(format!("memory is counted {how}; set gpu_memory where that is wrong"))
 }
 
 pub struct Chosen {

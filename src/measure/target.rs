@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use super::interrupt;
-use crate::Result;
 use crate::engine::Engine;
 use crate::engine::clock::Clock;
 use crate::engine::request::{Request, RequestId};
 use crate::engine::step_report::StepReport;
+use crate::{Result, interrupt};
 
 pub trait Target {
     /// Seconds on the target's clock.

@@ -9,12 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use super::claims::Verdict;
 use super::folder::RUN_FILE;
-use super::plan::{Plan, PlanOptions};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
+use crate::experiment::plan::{Plan, PlanOptions};
 use crate::measure::roofs::{self, ArmCeilings};
 use crate::measure::summary::SCHEMA;
+use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};
 
 /// `0.1.0+<commit>`: version and commit of this binary.
@@ -35,6 +36,17 @@ pub enum Status {
     Complete,
     Interrupted,
     Failed,
+}
+
+impl Status {
+    /// Of a run that ended so.
+    pub fn of<T>(outcome: &Result<T>) -> Self {
+        match outcome {
+            Ok(_) => Self::Complete,
+            Err(Error::Interrupted { .. }) => Self::Interrupted,
+            Err(_) => Self::Failed,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -153,6 +165,15 @@ pub struct ModelRecord {
     pub perplexity: Option<f64>,
 }
 
+impl ModelRecord {
+    /// Takes over what another part of the run measured and this one did not.
+    fn fill_from(&mut self, other: &Self) {
+        self.load_s = self.load_s.or(other.load_s);
+        self.cold_step_ms = self.cold_step_ms.or(other.cold_step_ms);
+        self.perplexity = self.perplexity.or(other.perplexity);
+    }
+}
+
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ResolvedArm {
     pub name: String,
@@ -209,11 +230,21 @@ fn build_of(text: &str) -> Option<String> {
     value.get("build")?.as_str().map(str::to_string)
 }
 
+/// The seed of each repeat.
+pub fn seeds(seed: u64, repeats: usize) -> Vec<u64> {
+    (0..repeats).map(|repeat| repeat_seed(seed, repeat as u32)).collect()
+}
+
 pub fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
 impl RunRecord {
+    /// Reads the run.json of a results folder, also as earlier versions wrote it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a folder without one, one that is damaged, and one of a version this one does not know,
+    /// which is named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(RUN_FILE);
         let text = std::fs::read_to_string(&path).map_err(|error| {
@@ -286,6 +317,28 @@ impl RunRecord {
         })
     }
 
+    /// Takes over what another part of the run knows of arms and models.
+    pub fn add_facts(&mut self, arms: &[ResolvedArm], models: &[ModelRecord]) {
+        for arm in arms {
+            if !self.arms.iter().any(|own| own.name == arm.name) {
+                self.arms.push(arm.clone());
+            }
+        }
+        for model in models {
+            match self.models.iter_mut().find(|own| own.reference == model.reference) {
+                Some(own) if own.hash == model.hash => own.fill_from(model),
+                Some(_) => {}
+                None => self.models.push(model.clone()),
+            }
+        }
+    }
+
+    /// An arm as it ran; `None` also for one that is not in the plan any more (`--force`), whose load nobody knows.
+    pub fn resolved(&self, arm: &str) -> Option<&ResolvedArm> {
+        let planned = self.plan.arms.iter().any(|planned| planned.name == arm);
+        self.arms.iter().find(|resolved| planned && resolved.name == arm)
+    }
+
     /// Notes what the ceilings were around an arm, in place of an earlier pass that left no rows.
     pub fn add_ceilings(&mut self, around: ArmCeilings) {
         self.arm_ceilings.retain(|other| other.arm != around.arm || other.repeat != around.repeat);
@@ -315,9 +368,13 @@ impl RunRecord {
         Some(record)
     }
 
+    /// The bytes of run.json.
+    ///
+    /// # Errors
+    /// A fault of the program alone.
     pub fn json(&self) -> Result<Vec<u8>> {
         let mut bytes = serde_json::to_vec_pretty(self)
-            .map_err(|error| Error::failed(format!("cannot write {RUN_FILE}: {error}"), ""))?;
+            .map_err(|error| Error::bug(format!("cannot write {RUN_FILE}: {error}")))?;
         bytes.push(b'\n');
         Ok(bytes)
     }
@@ -335,8 +392,12 @@ impl RunRecord {
         compare("build", &self.build, &other.build);
         compare("device", &self.device.id, &other.device.id);
         compare("device name", &self.device.name, &other.device.name);
+        // (A forced run may have kept models of arms that are not in its plan.)
         let hashes = |record: &Self| {
-            record.models.iter().map(|model| model.hash.clone()).collect::<Vec<_>>().join(" ")
+            let planned =
+                |model: &&ModelRecord| record.plan.arms.iter().any(|arm| arm.model == model.reference);
+            let hashes = record.models.iter().filter(planned).map(|model| model.hash.as_str());
+            hashes.collect::<Vec<_>>().join(" ")
         };
         compare("weights", &hashes(self), &hashes(other));
         all

@@ -1,16 +1,16 @@
 //! The warm-up of a cell: rounds of the arm's own load until step times are stationary. Its rows go nowhere but to
 //! cold.csv, and there only those of the first round.
 
-use super::drive::{Submission, drive};
-use super::plan::{Arm, Cell, Plan};
 use super::prepare;
-use super::runner::Progress;
-use super::target::Embedded;
+use super::progress::Progress;
 use crate::Result;
 use crate::engine::Engine;
 use crate::engine::model::OpenedModel;
+use crate::experiment::plan::{Arm, Cell, Plan};
 use crate::measure::cold::ColdRow;
+use crate::measure::drive::{Submission, drive};
 use crate::measure::rows::CheckRow;
+use crate::measure::target::Embedded;
 use crate::measure::warmup::Stationarity;
 
 /// What a warm-up leaves behind.
@@ -43,7 +43,7 @@ pub fn warm_up(
         let Some(schedule) = prepare::warmup(plan, arm, model, cell.repeat, round)? else { break };
         progress.begin(position.0, position.1, label, schedule.requests.len() as u64);
         let mut advance = |done| progress.advance(done as u64);
-        let record = drive(&mut Embedded { engine }, schedule, Submission::default(), &mut advance)?;
+        let record = drive(&mut Embedded { engine }, schedule, Submission::default(), None, &mut advance)?;
         cold.get_or_insert_with(|| ColdRow {
             model: arm.model.clone(),
             ..ColdRow::of(&record, &arm.name, cell.repeat as u32)
