@@ -8,6 +8,8 @@ pub mod estimate;
 pub mod folder;
 pub mod interrupt;
 pub mod knobs;
+mod messages;
+
 pub mod plan;
 pub mod prepare;
 mod quality;
