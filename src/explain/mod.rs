@@ -25,6 +25,7 @@ pub use walls::Wall;
 pub struct Evidence<'a> {
     pub arm: &'a str,
     pub steps: &'a [StepRow],
+    pub was_simulated: bool,
     /// Of all repeats together, seconds.
     pub duration_s: f64,
     /// What the summary says bound it; empty if nothing.
@@ -38,6 +39,8 @@ pub struct Evidence<'a> {
 #[derive(Debug, Clone, Serialize)]
 pub struct Explanation {
     pub arm: String,
+    /// The run was; counterfactuals always are.
+    pub simulated: bool,
     pub bound_by: String,
     pub time: TimeShares,
     pub held_back: HeldShares,
@@ -53,7 +56,7 @@ pub struct Explanation {
 /// A counterfactual that cannot run.
 pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explanation> {
     let time = TimeShares::of(evidence.steps, evidence.duration_s, &evidence.ceilings);
-    let held_back = HeldShares::of(evidence.steps);
+    let held_back = HeldShares::of(evidence.steps.iter());
     // (Counterfactuals run first: their baseline has the pools that walls are computed from.)
     let base = evidence.simulated.run(evidence.device)?;
     let costs = CostModel::new(&evidence.simulated.layout, &base.plan);
@@ -73,6 +76,7 @@ pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explan
     };
     Ok(Explanation {
         arm: evidence.arm.to_string(),
+        simulated: evidence.was_simulated,
         bound_by: evidence.bound_by.to_string(),
         time,
         held_back,

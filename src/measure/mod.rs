@@ -24,6 +24,7 @@ pub mod steady;
 pub mod step_fit;
 pub mod summarize;
 pub mod summary;
+pub mod summary_file;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod verdict;

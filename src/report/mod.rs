@@ -7,6 +7,7 @@ pub mod csv;
 pub mod export;
 pub mod html;
 pub mod json;
+pub mod limits;
 pub mod markdown;
 pub mod numbers;
 pub mod overview;

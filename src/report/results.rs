@@ -10,6 +10,7 @@ use crate::measure::cold::ColdRow;
 use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
 use crate::measure::step_fit::{self, StepFit};
 use crate::measure::summary::Summary;
+use crate::measure::summary_file;
 use crate::{Error, Result, report};
 
 pub struct RunResults {
@@ -32,7 +33,13 @@ impl RunResults {
         let record = RunRecord::read(folder)?;
         let order: BTreeMap<&str, usize> =
             record.plan.arms.iter().enumerate().map(|(index, arm)| (arm.name.as_str(), index)).collect();
-        let mut summaries: Vec<Summary> = read_if_there(&folder.join("summary.csv"))?;
+        let summary_file = folder.join("summary.csv");
+        let mut summaries: Vec<Summary> = read_if_there(&summary_file)?;
+        if !summaries.is_empty() {
+            let text =
+                std::fs::read_to_string(&summary_file).map_err(|error| Error::read(&summary_file, &error))?;
+            summary_file::check_csv(&text).map_err(|error| error.context(summary_file.display()))?;
+        }
         summaries.sort_by_key(|row| (order.get(row.arm.as_str()).copied(), row.repeat));
         let steps = read_if_there(&folder.join("steps.csv"))?;
         let populations = read_if_there(&folder.join("populations.csv"))?;
@@ -41,6 +48,18 @@ impl RunResults {
         let kernels = read_if_there(&folder.join(KERNELS_FILE))?;
         let folder = folder.to_path_buf();
         Ok(Self { folder, record, summaries, steps, populations, checks, cold, kernels })
+    }
+
+    /// # Errors
+    /// [`crate::Error::Invalid`] when no arm has finished: there is nothing to report or explain.
+    pub fn require_rows(&self) -> Result<()> {
+        if !self.summaries.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            format!("{} has no rows", self.folder.join("summary.csv").display()),
+            "no arm of the run has finished, or the file was taken away: continue the run with --resume",
+        ))
     }
 
     /// Arms that have a finished row, in the order of the plan.
@@ -99,7 +118,7 @@ impl RunResults {
         self.record.typical_ceilings(of_model)
     }
 
-    pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {
+    pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + Clone + 'a {
         self.steps.iter().filter(move |step| step.arm == arm)
     }
 
