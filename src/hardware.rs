@@ -78,7 +78,7 @@ pub const GPUS: [Gpu; 7] = [
         memory_bytes: 23_034 << 20,
         sheet_bytes_per_s: 300e9,
         sheet_flops_per_s: 121e12,
-        sheet: "NVIDIA L4 data sheet: 24 GB GDDR6, 300 GB/s, 242 TFLOP/s fp16 tensor with sparsity",
+        sheet: "NVIDIA L4 data sheet: 24 GB GDDR6, 300 GB/s, 242 TFLOP/s fp16 tensor with sparsity, 121 without",
         measured_bytes_per_s: None,
         measured_flops_per_s: None,
     },
@@ -126,7 +126,7 @@ pub const GPUS: [Gpu; 7] = [
         memory_bytes: 81_559 << 20,
         sheet_bytes_per_s: 3352e9,
         sheet_flops_per_s: 989.4e12,
-        sheet: "NVIDIA H100 data sheet: 80 GB HBM3, 3.35 TB/s, 1,979 TFLOP/s fp16 tensor with sparsity",
+        sheet: "NVIDIA H100 data sheet: 80 GB HBM3, 3.35 TB/s, 1,979 TFLOP/s fp16 tensor with sparsity, 989 without",
         measured_bytes_per_s: None,
         measured_flops_per_s: None,
     },
@@ -138,7 +138,7 @@ pub const GPUS: [Gpu; 7] = [
         memory_bytes: 143_771 << 20,
         sheet_bytes_per_s: 4800e9,
         sheet_flops_per_s: 989.4e12,
-        sheet: "NVIDIA H200 data sheet: 141 GB HBM3e, 4.8 TB/s, 1,979 TFLOP/s fp16 tensor with sparsity",
+        sheet: "NVIDIA H200 data sheet: 141 GB HBM3e, 4.8 TB/s, 1,979 TFLOP/s fp16 tensor with sparsity, 989 without",
         measured_bytes_per_s: Some(Sourced {
             value: 4.63e12,
             source: "a plain streaming read kernel on one H200",
@@ -168,14 +168,19 @@ impl Gpu {
     }
 }
 
-/// The entry called `id`.
+/// The entry called `id`, in letters of any case, with or without its maker's name: `H100`, `NVIDIA GeForce RTX 4090`.
 ///
 /// # Errors
 /// [`Error::Invalid`] with the names there are.
 pub fn gpu(id: &str) -> Result<&'static Gpu> {
-    GPUS.iter().find(|gpu| gpu.id == id).ok_or_else(|| {
+    let plain = id.to_lowercase().replace("nvidia", "").replace("geforce", "");
+    let plain: String = plain.split([' ', '_']).filter(|word| !word.is_empty()).collect();
+    let plain = plain.trim_matches('-');
+    let named = GPUS.iter().find(|gpu| gpu.id == plain);
+    let product = || by_product_name(id).filter(|_| id.to_lowercase().starts_with("nvidia "));
+    named.or_else(product).ok_or_else(|| {
         let all: Vec<_> = GPUS.iter().map(|gpu| gpu.id).collect();
-        let similar = all.iter().map(|name| (strsim::jaro_winkler(name, id), name));
+        let similar = all.iter().map(|name| (strsim::jaro_winkler(name, plain), name));
         let nearest = similar.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(similarity, _)| *similarity > 0.6);
         let meant = nearest.map_or_else(String::new, |(_, name)| format!("did you mean `{name}`? "));
         Error::invalid(format!("no GPU `{id}` in the table"), format!("{meant}GPUs: {}", all.join(", ")))
@@ -225,6 +230,21 @@ mod tests {
         // (What resembles none of them is like none of them.)
         let error = gpu("cpu").unwrap_err();
         assert!(error.hint().starts_with("GPUs: a10g"), "{}", error.hint());
+    }
+
+    #[test]
+    fn names_are_taken_as_people_write_them() {
+        for (written, id) in [
+            ("H100", "h100"),
+            ("NVIDIA H200", "h200"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("RTX 4090", "rtx4090"),
+            ("NVIDIA GeForce RTX 5090", "rtx5090"),
+            ("A100-80", "a100-80"),
+        ] {
+            assert_eq!(gpu(written).unwrap().id, id, "{written}");
+        }
+        assert!(gpu("nvidia").is_err() && gpu("").is_err());
     }
 
     #[test]

@@ -25,7 +25,7 @@ fn rig(speed: f64) -> Rig {
 
 fn load() -> LoadSpec {
     LoadSpec {
-        prompts: Count::Rule(CountRule { per_seat: 3, min: 0, max: None }),
+        prompts: Count::Rule(CountRule { per_seat: 3, min: 0, max: None, at_rate: None }),
         input_len: 64,
         output_len: 160,
         ..LoadSpec::default()

@@ -19,6 +19,7 @@ use inferwall::explain::run::explain_run;
 use inferwall::report::format::Format;
 use inferwall::report::{self, export};
 use inferwall::results::RunResults;
+use inferwall::results::folder::RUN_FILE;
 use inferwall::results::record::RunRecord;
 use inferwall::run::Ready;
 use inferwall::run::progress::Progress;

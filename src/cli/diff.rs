@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::output;
-use crate::measure::compare::{self, DiffRow};
-use crate::measure::verdict::Verdict;
+use crate::measure::compare::{self, Comparison, DiffRow};
+use crate::measure::verdict::{NO_CHANGE_BAND, NOISE_FLOOR, Verdict};
 use crate::numbers::{DASH, number};
 use crate::report::format::Format;
 use crate::report::table;
@@ -23,7 +23,7 @@ pub struct DiffFlags {
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 
-    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise" or "no change"
+    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise", "no change" or "not told apart"
     #[arg(long, value_name = "VERDICT")]
     fail_on: Option<String>,
 }
@@ -63,7 +63,7 @@ impl DiffFlags {
         output::data(&match self.format {
             Format::Json => compare::to_json(&comparison.rows)? + "\n",
             Format::Csv => compare::to_csv(&comparison.rows)?,
-            format => draw(format, &comparison.rows)?,
+            format => draw(format, &comparison.rows)? + &notes(&comparison),
         })?;
         match fail_on {
             Some(verdict) if comparison.has(verdict) => {
@@ -81,6 +81,22 @@ impl DiffFlags {
             _ => Ok(()),
         }
     }
+}
+
+/// What the verdicts mean, and which side is simulated.
+fn notes(comparison: &Comparison) -> String {
+    let mut text = String::new();
+    for (side, devices) in ["before", "after"].into_iter().zip(&comparison.simulated) {
+        if !devices.is_empty() {
+            text += &format!("\n{side} is SIMULATED: {}", devices.join(", "));
+        }
+    }
+    format!(
+        "{text}\n`no change`: the whole interval lies within {:.0} % to either side; `within noise`: a change that may be \
+         below {:.0} %; `not told apart`: these repeats cannot say\n",
+        NO_CHANGE_BAND * 100.0,
+        NOISE_FLOOR * 100.0
+    )
 }
 
 fn p_value(p: f64) -> String {

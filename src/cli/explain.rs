@@ -46,12 +46,14 @@ impl ExplainFlags {
             ));
         }
         let results = RunResults::read(&self.run)?;
+        results.require_rows()?;
         for warning in &results.record.warnings {
             output::warning(warning);
         }
+        let title = format!("{}\n\n", report::overview::title(&results));
         if self.sim.is_none() && !results.has_roofs() {
             output::note("this device has no roofs: only what the steps themselves show");
-            return output::data(&report::why::render(&results, self.format)?);
+            return output::data(&format!("{title}{}", report::why::render(&results, self.format)?));
         }
         let device = self.sim.as_deref().map(SimDevice::parse).transpose()?;
         if self.compare_sim {
@@ -62,7 +64,7 @@ impl ExplainFlags {
         if self.format == Format::Json {
             return json(&explanations);
         }
-        let mut text = report::why::render(&results, self.format)?;
+        let mut text = title + &report::why::render(&results, self.format)?;
         for explanation in &explanations {
             text += &format!("\n{}: bound by {}\n", explanation.arm, explanation.bound_by);
             for line in text::lines(explanation) {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use clap::builder::NonEmptyStringValueParser;
 
 use crate::experiment::plan::PlanOptions;
 use crate::report::format::Format;
@@ -21,15 +22,15 @@ pub struct ExperimentsFlag {
 #[derive(Debug, Clone, Args)]
 pub struct PlanFlags {
     /// auto, cpu, cuda, cuda:N, sim:GPU, sim:series or sim:fixed[:MS]
-    #[arg(long, value_name = "DEVICE")]
+    #[arg(long, value_name = "DEVICE", value_parser = NonEmptyStringValueParser::new())]
     pub device: Option<String>,
 
     /// A folder, a hub id, or synthetic:PRESET; in place of every arm's model
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
 
-    /// Requests of each arm
-    #[arg(long, value_name = "N")]
+    /// Requests of each arm that has no number of its own; of a replay, its first rows
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub prompts: Option<usize>,
 
     /// Set a knob in every arm
@@ -41,11 +42,11 @@ pub struct PlanFlags {
     pub load: Vec<String>,
 
     /// Run every arm this often, arms inside repeats
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub repeats: Option<usize>,
 
     /// Seed of arrivals, lengths, prompts, sampling and synthetic weights
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub seed: Option<u64>,
 
     /// A smaller load that still shows the shape

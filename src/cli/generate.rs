@@ -9,6 +9,7 @@ use crate::engine::config::EngineConfig;
 use crate::engine::request::{Request, SamplingParams};
 use crate::engine::step_report::Event;
 use crate::engine::tokenizer::Tokenizer;
+use crate::workload::spec::HOTTEST;
 use crate::{Error, Result, interrupt};
 
 #[derive(Debug, Args)]
@@ -61,6 +62,18 @@ impl GenerateFlags {
         if self.max_tokens == 0 {
             return Err(Error::invalid("--max-tokens 0 asks for nothing", "give 1 or more"));
         }
+        if f64::from(self.temperature) > HOTTEST {
+            return Err(Error::invalid(
+                format!("temperature = {:e} is out of bounds", self.temperature),
+                format!("temperature must be 0 (greedy) to {HOTTEST}"),
+            ));
+        }
+        if self.model.device.starts_with("sim:") && !self.model.device.starts_with("sim:fixed") {
+            return Err(Error::invalid(
+                format!("{} has no weights and writes no text", self.model.device),
+                "choose --device cpu or cuda; `inferwall predict` says how fast it would be",
+            ));
+        }
         let config = EngineConfig { max_num_seqs: 1, ..EngineConfig::default() };
         let checked = self.model.check(config)?;
         let (prompt, tokenizer) = match (&self.prompt, &self.tokens) {
@@ -79,6 +92,10 @@ impl GenerateFlags {
             }
         };
         checked.check_tokens(&prompt)?;
+        let simulated = checked.simulated();
+        if simulated {
+            output::warning("SIMULATED: what follows is drawn at random and is no text of the model");
+        }
         let stop_tokens = checked.opened.generation.eos_tokens.clone();
         let mut model = checked.load(prompt.len().saturating_add(self.max_tokens))?;
         let request = Request {
@@ -90,10 +107,15 @@ impl GenerateFlags {
             ignore_eos: self.ignore_eos,
         };
         model.engine.submit(request)?;
-        self.print(&mut model.engine, tokenizer.as_ref())
+        self.print(&mut model.engine, tokenizer.as_ref(), simulated)
     }
 
-    fn print(&self, engine: &mut crate::engine::Engine, tokenizer: Option<&Tokenizer>) -> Result<()> {
+    fn print(
+        &self,
+        engine: &mut crate::engine::Engine,
+        tokenizer: Option<&Tokenizer>,
+        simulated: bool,
+    ) -> Result<()> {
         let mut all = Vec::new();
         let mut stream = tokenizer.map(Tokenizer::stream);
         let text_wanted = self.format == GenerateFormat::Text;
@@ -116,6 +138,10 @@ impl GenerateFlags {
             return output::data(&(rest + "\n"));
         }
         let text = tokenizer.map(|tokenizer| tokenizer.decode(&all)).transpose()?;
-        output::data(&(json!({"tokens": all, "text": text}).to_string() + "\n"))
+        let mut answer = json!({"tokens": all, "text": text});
+        if simulated {
+            answer["simulated"] = true.into();
+        }
+        output::data(&(answer.to_string() + "\n"))
     }
 }

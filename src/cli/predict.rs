@@ -7,7 +7,7 @@ use crate::engine::config::{EngineConfig, KvLayout};
 use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::engine::model::{ModelRef, OpenOptions, open};
-use crate::experiment::knobs;
+use crate::experiment::knobs::{self, Knob, Section};
 use crate::numbers::{bytes, number, optional};
 use crate::report::format::Format;
 use crate::report::table;
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 #[derive(Debug, Args)]
 pub struct PredictFlags {
-    /// A folder, a hub id, or synthetic:PRESET
+    /// A folder, a hub id, or synthetic: and demo, qwen3.5-0.8b, -2b, -4b, -9b, -9b-awq, -9b-awq-mlp or qwen2.5-7b
     #[arg(long, value_name = "MODEL", default_value = "synthetic:qwen3.5-4b")]
     model: String,
 
@@ -38,7 +38,7 @@ pub struct PredictFlags {
     #[arg(long, value_name = "A,B,C", value_delimiter = ',', default_value = "256,2048,8192")]
     prompts: Vec<usize>,
 
-    /// Set a knob
+    /// Set a knob of the engine, lengths, sampling or quantization
     #[arg(long, value_name = "KNOB=VALUE")]
     set: Vec<String>,
 
@@ -76,22 +76,46 @@ impl PredictFlags {
     }
 
     fn arm(&self) -> Result<SimulatedArm> {
-        let reference: ModelRef = self.model.parse()?;
-        let layout = open(&reference, &OpenOptions::default())?.layout;
         let (mut engine, mut load) = (toml::Table::new(), toml::Table::new());
+        for (name, tokens) in [("input_len", self.input_len), ("output_len", self.output_len)] {
+            load.insert(name.to_string(), toml::Value::Integer(tokens as i64));
+        }
+        let mut model = self.model.clone();
         for assignment in &self.set {
             let (knob, setting) = knobs::parse_assignment(assignment)?;
+            if !says_something(knob) {
+                return Err(Error::invalid(
+                    format!("--set {}: `{}` has no meaning in a prediction", assignment, knob.name),
+                    "it is of decode steps at every batch and of a flood of four times the seats: simulate another load \
+                     with `inferwall sweep --device sim:GPU`",
+                ));
+            }
+            if knob.section == Section::Model {
+                model = knobs::quantized(&model, &setting)?;
+            }
             knob.set(&mut engine, &mut load, &setting);
         }
+        let reference: ModelRef = model.parse()?;
+        let layout = open(&reference, &OpenOptions::default())?.layout;
         let wrong = |error: toml::de::Error| Error::invalid(error.message().to_string(), "check --set");
         let mut engine: EngineConfig = toml::Value::Table(engine).try_into().map_err(wrong)?;
-        let mut load: LoadSpec = toml::Value::Table(load).try_into().map_err(wrong)?;
-        load.input_len = self.input_len;
-        load.output_len = self.output_len;
+        let load: LoadSpec = toml::Value::Table(load).try_into().map_err(wrong)?;
         load.validate()?;
-        engine.max_model_len = engine.max_model_len.max(self.input_len + self.output_len);
+        engine.max_model_len = engine.max_model_len.max(load.input_len + load.output_len);
         engine.validate()?;
         Ok(SimulatedArm { layout, engine, load, seed: 0, stop_s: None, stall_s: 0.0 })
+    }
+}
+
+/// Whether a prediction can tell of a knob. Its load is its own, but for lengths and sampling; the other devices' knobs
+/// are no simulated GPU's.
+fn says_something(knob: &Knob) -> bool {
+    const OF_THE_LOAD: [&str; 5] = ["input_len", "output_len", "temperature", "top_k", "top_p"];
+    const OF_OTHER_DEVICES: [&str; 3] = ["cpu_math", "threads", "cuda_kernels"];
+    match knob.section {
+        Section::Load => OF_THE_LOAD.contains(&knob.name),
+        Section::Engine => !OF_OTHER_DEVICES.contains(&knob.name),
+        Section::Model => true,
     }
 }
 

@@ -5,6 +5,7 @@ use std::time::Instant;
 use clap::Args;
 
 use super::output;
+use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::report::format::Format;
 use crate::simulation::reproduce::{self, Mark, PARTS, PartResult, Verdict, mechanisms, report};
@@ -16,7 +17,7 @@ pub struct ReproduceFlags {
     #[arg(value_name = "PART")]
     part: Option<u32>,
 
-    /// The simulated rig; figures of it may be changed, as in sim:series:gb_per_s=600
+    /// The simulated rig; another, or other figures as in sim:series:gb_per_s=600, is set beside the cells and not judged
     #[arg(long, value_name = "DEVICE", default_value = "sim:series")]
     device: String,
 
@@ -43,6 +44,15 @@ pub struct ReproduceFlags {
 impl ReproduceFlags {
     pub fn run(self) -> Result<()> {
         let device = SimDevice::parse(&self.device)?;
+        if self.check && device.info().id != "sim:series" {
+            return Err(Error::invalid(
+                format!(
+                    "{} is not the series' rig: nothing is judged that --check could ask of",
+                    device.info().id
+                ),
+                "leave --check or --device out",
+            ));
+        }
         let parts = match self.part {
             None => PARTS.to_vec(),
             Some(part) if PARTS.contains(&part) => vec![part],

@@ -14,7 +14,7 @@ pub struct RunFlags {
     experiment: Option<String>,
 
     /// The swept knob's values, in place of those declared: a,b,c or FROM..TO*FACTOR
-    #[arg(long, value_name = "A,B,C")]
+    #[arg(long, value_name = "A,B,C", allow_negative_numbers = true)]
     values: Option<String>,
 
     /// Limits in ms, for example ttft_p99=500,itl_p99=100: fills the column goodput

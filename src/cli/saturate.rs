@@ -14,6 +14,7 @@ use crate::measure::saturate::{SearchOptions, Trial, search};
 use crate::measure::summary::Summary;
 use crate::report;
 use crate::report::format::Format;
+use crate::results::csv;
 use crate::results::folder::ResultsFolder;
 use crate::results::record::{self, RunRecord, Status};
 use crate::run::device;
@@ -186,7 +187,7 @@ fn resume(ready: Ready, path: &Path, earlier: &RunRecord, bar: &mut Bar) -> Resu
 /// The row that a finished cell left.
 fn finished_row(folder: &ResultsFolder, arm: &str, repeat: u32) -> Result<Summary> {
     let path = folder.file("summary.csv");
-    let rows: Vec<Summary> = results::csv::read(&path)?;
+    let rows: Vec<Summary> = csv::read(&path)?;
     rows.into_iter().find(|row| row.arm == arm && row.repeat == repeat).ok_or_else(|| {
         Error::invalid(
             format!("{} has no row of arm `{arm}`, repeat {repeat}, which cells.jsonl names", path.display()),

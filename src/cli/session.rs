@@ -61,6 +61,8 @@ pub struct Checked {
     device: Box<dyn Device>,
     pub opened: OpenedModel,
     config: EngineConfig,
+    /// `max_model_len`, where it was set.
+    longest_tokens: Option<usize>,
 }
 
 impl ModelFlags {
@@ -84,6 +86,8 @@ impl ModelFlags {
             )
         })?;
         config.validate()?;
+        let set = |text: &&String| text.split('=').next().is_some_and(|name| name.trim() == "max_model_len");
+        let longest_tokens = self.set.iter().find(set).map(|_| config.max_model_len);
         let chosen = device::open(&self.device, config.threads)?;
         if !chosen.reason.is_empty() {
             output::note(&format!("device: {} ({})", chosen.device.info().id, chosen.reason));
@@ -101,11 +105,15 @@ impl ModelFlags {
         if self.model.is_some() && opened.layout.synthetic {
             output::note(&format!("model: {model} (weights: synthetic)"));
         }
-        Ok(Checked { device: chosen.device, opened, config })
+        Ok(Checked { device: chosen.device, opened, config, longest_tokens })
     }
 }
 
 impl Checked {
+    pub fn simulated(&self) -> bool {
+        self.device.info().simulated()
+    }
+
     /// The model's tokenizer; bytes for synthetic weights.
     ///
     /// # Errors
@@ -145,6 +153,12 @@ impl Checked {
     /// Loads the weights and opens an engine for requests of up to `longest_tokens`.
     pub fn load(mut self, longest_tokens: usize) -> Result<OpenModel> {
         let layout = &self.opened.layout;
+        if let Some(most) = self.longest_tokens.filter(|most| longest_tokens > *most) {
+            return Err(Error::invalid(
+                format!("{longest_tokens} tokens, prompt and answer together, but max_model_len = {most}"),
+                format!("give fewer tokens, or set max_model_len={longest_tokens} or more"),
+            ));
+        }
         self.config.max_model_len = longest_tokens.max(1);
         if longest_tokens > layout.spec.max_position {
             return Err(Error::invalid(

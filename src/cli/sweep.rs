@@ -15,7 +15,7 @@ pub struct SweepFlags {
     knob: Vec<String>,
 
     /// Values of the knob before it: a,b,c, FROM..TO, FROM..TO+STEP or FROM..TO*FACTOR
-    #[arg(long, value_name = "A,B,C")]
+    #[arg(long, value_name = "A,B,C", allow_negative_numbers = true)]
     values: Vec<String>,
 
     /// Pair the knobs' values instead of crossing them

@@ -17,7 +17,7 @@ fn rates(rig: &Rig) -> (f64, f64) {
     }
 }
 
-/// Seconds of all cells, warm-up included; `None` for models that are not built-in shapes.
+/// Seconds of all cells, warm-up included; `None` for models that are not built-in shapes, and for replays.
 pub fn plan_seconds(plan: &Plan, rig: &Rig) -> Option<f64> {
     let cells = plan.cells();
     cells.iter().map(|cell| arm_seconds(&plan.arms[cell.arm], rig)).sum()
@@ -34,7 +34,10 @@ fn arm_seconds(arm: &Arm, rig: &Rig) -> Option<f64> {
         return Some(probe.inject_after_s + probe.drain_s + prefill * token_s(&layout, rig));
     }
     let seats = arm.engine.max_num_seqs;
-    let prompts = load.prompts.resolve(seats);
+    if load.replay.is_some() {
+        return None;
+    }
+    let prompts = load.requests(seats);
     // Further rounds are short.
     let warm = load.warmup.prompts.resolve(seats) * load.warmup.max_rounds.min(1);
     let flood_s = |requests: usize| {

@@ -3,6 +3,9 @@
 //! A knob's setter is its section and its kind: a value is parsed and checked here, then put under the knob's name
 //! into the table that `EngineConfig` or `LoadSpec` is read from. So a new knob is a field there and a line here.
 
+mod elsewhere;
+mod values;
+
 use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
@@ -10,8 +13,12 @@ use toml::{Table, Value};
 
 use crate::engine::config;
 use crate::engine::model::ModelRef;
-use crate::workload::spec::{BURSTINESS, LONGEST_PAUSE_S, MOST_REQUESTS, MOST_TOKENS};
+use crate::workload::rate::written;
+use crate::workload::spec::{BURSTINESS, HOTTEST, LONGEST_PAUSE_S, MOST_REQUESTS, MOST_TOKENS};
 use crate::{Error, Result};
+
+pub use values::{parse_assignment, parse_values};
+use values::{parse_bytes, shortened};
 
 /// Which table a knob lives in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +165,7 @@ pub static KNOBS: &[Knob] = &[
     ),
     load("prefix_count", PREFIXES, "different shared prefixes"),
     load("ignore_eos", Kind::Bool, "generate the full length whatever the tokens are"),
-    load("temperature", Kind::Float { min: 0.0, max: 100.0 }, "0 is greedy"),
+    load("temperature", Kind::Float { min: 0.0, max: HOTTEST }, "0 is greedy"),
     load(
         "top_k",
         Kind::Integer { min: 0, max: 1 << 30 },
@@ -183,7 +190,7 @@ impl std::fmt::Display for Setting {
         match self {
             Self::Bool(value) => write!(f, "{value}"),
             Self::Integer(value) => write!(f, "{value}"),
-            Self::Float(value) => write!(f, "{value}"),
+            Self::Float(value) => f.write_str(&written(*value)),
             Self::Text(value) => f.write_str(value),
         }
     }
@@ -196,9 +203,12 @@ impl std::fmt::Display for Setting {
 pub fn find(name: &str) -> Result<&'static Knob> {
     KNOBS.iter().find(|knob| knob.name == name).ok_or_else(|| {
         let nearest = nearest(name, KNOBS.iter().map(|knob| knob.name));
-        let hint = match nearest {
-            Some(nearest) => format!("did you mean `{nearest}`?"),
-            None => format!("knobs: {}", KNOBS.iter().map(|knob| knob.name).collect::<Vec<_>>().join(", ")),
+        let hint = match (elsewhere::here(name), nearest) {
+            (Some(here), _) => format!("vLLM's `{name}` is `{here}` here"),
+            (None, Some(nearest)) => format!("did you mean `{nearest}`?"),
+            (None, None) => {
+                format!("knobs: {}", KNOBS.iter().map(|knob| knob.name).collect::<Vec<_>>().join(", "))
+            }
         };
         Error::invalid(format!("unknown knob `{name}`"), hint)
     })
@@ -283,7 +293,7 @@ impl Knob {
         let number = found.parse::<f64>().is_ok();
         let problem = if number { "is out of bounds" } else { "is not a value of this knob" };
         Error::invalid(
-            format!("{} = {found} {problem}", self.name),
+            format!("{} = {} {problem}", self.name, shortened(found)),
             format!("{} must be {} ({})", self.name, self.allowed(), self.doc),
         )
     }
@@ -292,7 +302,7 @@ impl Knob {
     pub fn allowed(&self) -> String {
         let integers = |min: i64, max: i64| {
             if max >= 1 << 30 {
-                format!("a whole number of {min} or more")
+                format!("a whole number of {min} or more, at most {max}")
             } else {
                 format!("{min} to {max}")
             }
@@ -355,95 +365,6 @@ pub fn quantized(model: &str, form: &Setting) -> Result<String> {
         Ok(_) => Ok(name),
         Err(error) => Err(error.context(format!("quantization = {form} of {model}"))),
     }
-}
-
-/// `24GB`, `22.5 GiB`, `512MiB`, `1000`: bytes.
-fn parse_bytes(text: &str) -> Option<i64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = text[digits.len()..].to_ascii_lowercase();
-    let scale = match unit.as_str() {
-        "" | "b" => 1.0,
-        "kb" => 1e3,
-        "mb" => 1e6,
-        "gb" => 1e9,
-        "kib" => 1024.0,
-        "mib" => 1_048_576.0,
-        "gib" => 1_073_741_824.0,
-        _ => return None,
-    };
-    let number: f64 = digits.trim().replace('_', "").parse().ok()?;
-    let bytes = number * scale;
-    (1.0..9e18).contains(&bytes).then_some(bytes as i64)
-}
-
-/// Splits `knob=value` as given to `--set`.
-pub fn parse_assignment(text: &str) -> Result<(&'static Knob, Setting)> {
-    let Some((name, value)) = text.split_once('=') else {
-        return Err(Error::invalid(
-            format!("--set {text} has no `=`"),
-            "write --set knob=value, for example --set max_num_seqs=16",
-        ));
-    };
-    let knob = find(name.trim())?;
-    Ok((knob, knob.parse(value)?))
-}
-
-/// A list of values as typed: `1,4,16`, and ranges `1..256*2` (times 2) or `1..9+4` (plus 4; `1..4` steps by 1),
-/// both ends included.
-pub fn parse_values(knob: &Knob, text: &str) -> Result<Vec<Setting>> {
-    let mut settings = Vec::new();
-    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-        match part.split_once("..") {
-            Some((from, rest)) => settings.extend(range(knob, part, from, rest)?),
-            None => settings.push(knob.parse(part)?),
-        }
-    }
-    if settings.is_empty() {
-        return Err(Error::invalid(
-            format!("no values for {}", knob.name),
-            "give at least one, separated by commas",
-        ));
-    }
-    for (index, setting) in settings.iter().enumerate() {
-        if settings[..index].contains(setting) {
-            return Err(Error::invalid(
-                format!("value {setting} of {} is given twice", knob.name),
-                "give each value once; use --repeats to run it more often",
-            ));
-        }
-    }
-    Ok(settings)
-}
-
-fn range(knob: &Knob, part: &str, from: &str, rest: &str) -> Result<Vec<Setting>> {
-    let wrong = || {
-        Error::invalid(
-            format!("`{part}` is not a range of {}", knob.name),
-            "write FROM..TO, FROM..TO+STEP or FROM..TO*FACTOR, for example 1..256*2",
-        )
-    };
-    let (to, step, times) = if let Some((to, factor)) = rest.split_once('*') {
-        (to, factor, true)
-    } else if let Some((to, step)) = rest.split_once('+') {
-        (to, step, false)
-    } else {
-        (rest, "1", false)
-    };
-    let number = |text: &str| text.trim().parse::<f64>().map_err(|_| wrong());
-    let (from, to, step) = (number(from)?, number(to)?, number(step)?);
-    if !(to >= from && if times { step > 1.0 && from > 0.0 } else { step > 0.0 }) {
-        return Err(wrong());
-    }
-    let mut settings = Vec::new();
-    let mut value = from;
-    while value <= to * (1.0 + 1e-12) {
-        settings.push(knob.parse(&value.to_string())?);
-        value = if times { value * step } else { value + step };
-        if settings.len() > 10_000 {
-            return Err(wrong());
-        }
-    }
-    Ok(settings)
 }
 
 #[cfg(test)]

@@ -2,6 +2,8 @@
 
 pub mod estimate;
 pub mod knobs;
+mod messages;
+
 pub mod plan;
 pub mod spec;
 pub mod sweep;

@@ -6,82 +6,21 @@
 //! a drift of the machine hits all arms alike.
 
 mod axes;
-
-use std::path::PathBuf;
+mod options;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
 use super::knobs::{self, Knob, Section, Setting};
-use super::spec::{self, ArmSpec, ClaimSpec, ExperimentSpec, Rig};
+use super::messages;
+use super::spec::{ArmSpec, ClaimSpec, ExperimentSpec, Rig};
 use crate::engine::config::EngineConfig;
 use crate::workload::slo::Slo;
 use crate::workload::spec::LoadSpec;
 use crate::{Error, Result};
 
-/// What the flags of a run ask for: enough to make the same plan again, so it is kept in run.json.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct PlanOptions {
-    /// The declared experiment, or `sweep`.
-    pub experiment: String,
-    pub experiments_file: Option<PathBuf>,
-    pub device: String,
-    pub values: Option<String>,
-    /// Names of the arms to run, `*` for any letters; none: all.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub arms: Vec<String>,
-    pub prompts: Option<usize>,
-    /// Limits on latency in place of those declared: they set what counts as goodput.
-    pub slo: Option<String>,
-    pub model: Option<String>,
-    pub set: Vec<String>,
-    /// Keys of the load with their values in TOML, for what no knob says: `ramp = { shape = "linear", to = 8 }`.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub load: Vec<String>,
-    pub repeats: Option<usize>,
-    pub seed: Option<u64>,
-    pub quick: bool,
-    pub shard: Option<Shard>,
-    /// Knobs of a sweep with their values.
-    pub sweep: Vec<(String, String)>,
-    /// Pair the values of a sweep's knobs instead of crossing them.
-    pub zip: bool,
-    /// Of `saturate`, where the search begins and ends.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub search: Option<SearchSpan>,
-}
-
-/// The rate a search begins at, requests a second, and the share by which the rates on both sides of its answer differ.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct SearchSpan {
-    pub start: f64,
-    pub precision: f64,
-}
-
-/// The i-th of n parts of a plan, i from 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shard {
-    pub index: usize,
-    pub of: usize,
-}
-
-impl std::str::FromStr for Shard {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let parsed =
-            text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
-        match parsed {
-            Some((index, of)) if index >= 1 && index <= of => Ok(Self { index, of }),
-            _ => Err(Error::invalid(
-                format!("`{text}` is not a shard"),
-                "write i/n with i from 1 to n, for example --shard 1/4",
-            )),
-        }
-    }
-}
+pub use options::{PlanOptions, SearchSpan, Shard};
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Arm {
@@ -323,8 +262,8 @@ pub fn load_says(texts: &[String], key: &str) -> bool {
 /// What one `--load` says.
 fn load_keys(text: &str) -> Result<Table> {
     let wrong = |error: toml::de::Error| {
-        let message = error.message().replace('\n', " ");
-        let hint = spec::nearest_expected(&message).map_or_else(
+        let message = messages::in_words(error.message());
+        let hint = messages::nearest_expected(&message).map_or_else(
             || {
                 "write a key of the load as in experiments.toml, texts in quotes: --load 'arrivals = \"constant\"'"
                     .to_string()
@@ -398,7 +337,23 @@ fn resolve(
         if prompts == 0 {
             return Err(Error::invalid("--prompts 0 asks for no requests", "give 1 or more"));
         }
-        load.insert("prompts".to_string(), Value::Integer(prompts as i64));
+        // An arm with a number of its own is what it is by that number.
+        if arm.prompts.is_none() && !arm.load.contains_key("prompts") {
+            load.insert("prompts".to_string(), Value::Integer(prompts as i64));
+        }
+    }
+    if load.contains_key("replay") {
+        for (knob, _) in axis.iter().chain(sets) {
+            if REPLACED_BY_A_TRACE.contains(&knob.name) {
+                return Err(Error::invalid(
+                    format!("{} has no effect in a replay: the trace says it", knob.name),
+                    "leave it out, or the replay",
+                ));
+            }
+        }
+        if !says_prompts(arm, &load, axis, sets, options) {
+            load.insert("prompts".to_string(), Value::String("all".to_string()));
+        }
     }
     let joined =
         |part: fn(&(&'static Knob, Setting)) -> String| axis.iter().map(part).collect::<Vec<_>>().join(" ");
@@ -409,7 +364,7 @@ fn resolve(
     };
     let in_arm = |error: toml::de::Error| {
         Error::invalid(
-            format!("arm `{name}`: {}", error.message()),
+            format!("arm `{name}`: {}", messages::in_words(error.message())),
             "see `inferwall show` for what it resolves to",
         )
     };
@@ -423,6 +378,25 @@ fn resolve(
     let model = forms.try_fold(model, |model, (_, form)| knobs::quantized(&model, form))?;
     let knob = joined(|(knob, _)| knob.name.to_string());
     Ok(Arm { name, knob, value, baseline, optional: arm.optional, model, load, engine })
+}
+
+/// Knobs that a replay takes from its trace.
+const REPLACED_BY_A_TRACE: [&str; 4] = ["input_len", "output_len", "burstiness", "think_time_s"];
+
+/// Whether someone who knew of the replay said how many of its rows are wanted. Otherwise all are, in every arm.
+fn says_prompts(
+    arm: &ArmSpec,
+    load: &Table,
+    axis: &[(&'static Knob, Setting)],
+    sets: &[(&'static Knob, Setting)],
+    options: &PlanOptions,
+) -> bool {
+    let by_flag = options.prompts.is_some()
+        || load_says(&options.load, "prompts")
+        || axis.iter().chain(sets).any(|(knob, _)| knob.name == "prompts");
+    let declared = !load_says(&options.load, "replay")
+        && (arm.prompts.is_some() || load.get("prompts").is_some_and(Value::is_integer));
+    by_flag || declared
 }
 
 /// Whether a pattern means a name: `*` stands for any letters, none included.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
-use super::knobs;
+use super::{knobs, messages};
 use crate::engine::config::EngineConfig;
 use crate::engine::device::DeviceKind;
 use crate::measure::summary::Summary;
@@ -212,8 +212,8 @@ pub type Experiments = BTreeMap<String, ExperimentSpec>;
 pub fn parse(text: &str, file: &str) -> Result<Experiments> {
     let broken = |error: toml::de::Error| {
         let place = error.span().map_or_else(String::new, |span| line_and_column(text, span.start));
-        let message = error.message().replace('\n', " ");
-        let hint = match nearest_expected(&message) {
+        let message = messages::in_words(error.message());
+        let hint = match messages::nearest_expected(&message) {
             Some(nearest) => format!("did you mean `{nearest}`?"),
             None => match DeTable::parse(text) {
                 Err(_) => "this is no TOML: a key, `=` and a value a line; texts in quotes, lists in [brackets]",
@@ -246,15 +246,6 @@ pub fn parse(text: &str, file: &str) -> Result<Experiments> {
         })?;
     }
     Ok(experiments)
-}
-
-/// The name that serde would have taken which is closest to the one it did not: its message lists them all.
-pub(super) fn nearest_expected(message: &str) -> Option<String> {
-    let (found, expected) = message.split_once(", expected")?;
-    let quoted =
-        |text: &str| -> Vec<String> { text.split('`').skip(1).step_by(2).map(str::to_string).collect() };
-    let found = quoted(found).pop().filter(|_| message.starts_with("unknown "))?;
-    knobs::nearest(&found, quoted(expected).iter().map(String::as_str)).map(str::to_string)
 }
 
 /// The experiments built in, or those of a file.

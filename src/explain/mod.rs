@@ -24,6 +24,7 @@ pub use shares::{HeldShares, TimeShares};
 pub struct Evidence<'a> {
     pub arm: &'a str,
     pub steps: &'a [StepRow],
+    pub was_simulated: bool,
     /// Of all repeats together, seconds.
     pub duration_s: f64,
     /// What the summary says bound it; empty if nothing.
@@ -37,6 +38,8 @@ pub struct Evidence<'a> {
 #[derive(Debug, Clone, Serialize)]
 pub struct Explanation {
     pub arm: String,
+    /// The run was; counterfactuals always are.
+    pub simulated: bool,
     pub bound_by: String,
     pub time: TimeShares,
     pub held_back: HeldShares,
@@ -52,7 +55,7 @@ pub struct Explanation {
 /// A counterfactual that cannot run.
 pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explanation> {
     let time = TimeShares::of(evidence.steps, evidence.duration_s, &evidence.ceilings);
-    let held_back = HeldShares::of(evidence.steps);
+    let held_back = HeldShares::of(evidence.steps.iter());
     // (Counterfactuals run first: their baseline has the pools that walls are computed from.)
     let base = evidence.simulated.run(evidence.device)?;
     let costs = CostModel::new(&evidence.simulated.layout, &base.plan);
@@ -72,6 +75,7 @@ pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explan
     };
     Ok(Explanation {
         arm: evidence.arm.to_string(),
+        simulated: evidence.was_simulated,
         bound_by: evidence.bound_by.to_string(),
         time,
         held_back,

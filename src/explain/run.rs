@@ -98,12 +98,18 @@ pub fn explain_run(
         let simulated = simulated_arm(results, resolved)?;
         let device = device.map_or_else(|| stand_in(results, arm, false), |device| Ok(device.clone()))?;
         let steps: Vec<StepRow> = results.steps_of(arm).cloned().collect();
-        let summaries: Vec<_> = results.of_arm(arm).collect();
+        if steps.is_empty() {
+            return Err(Error::invalid(
+                format!("{} has no steps of arm `{arm}`", results.folder.join("steps.csv").display()),
+                "an explanation is made from the steps: keep steps.csv as the run wrote it",
+            ));
+        }
         let evidence = Evidence {
             arm,
             steps: &steps,
-            duration_s: summaries.iter().map(|summary| summary.duration_s).sum(),
-            bound_by: summaries.first().map_or("", |summary| summary.bound_by.as_str()),
+            was_simulated: results.record.device.simulated,
+            duration_s: results.of_arm(arm).map(|summary| summary.duration_s).sum(),
+            bound_by: results.mostly_bound_by(arm),
             largest_kernels: results.largest_kernels(arm).into_iter().cloned().collect(),
             ceilings: results.record.typical_ceilings(|name| name == arm),
             simulated: &simulated,

@@ -105,10 +105,10 @@ pub struct HeldShares {
 }
 
 impl HeldShares {
-    pub fn of(steps: &[StepRow]) -> Self {
-        let total_ms: f64 = steps.iter().map(|step| step.duration_ms).sum();
+    pub fn of<'a>(steps: impl Iterator<Item = &'a StepRow> + Clone) -> Self {
+        let total_ms: f64 = steps.clone().map(|step| step.duration_ms).sum();
         let by = |limit: &str| {
-            let held = steps.iter().filter(|step| step.held_back_by == limit);
+            let held = steps.clone().filter(|step| step.held_back_by == limit);
             let held_ms: f64 = held.map(|step| step.duration_ms).sum();
             if total_ms > 0.0 { held_ms / total_ms } else { 0.0 }
         };
@@ -200,7 +200,7 @@ mod tests {
         for (found, expected) in found.iter().zip(expected) {
             assert!((found - expected).abs() < 1e-12, "{shares:?}");
         }
-        assert_eq!(HeldShares::of(&steps).seats, 0.5);
-        assert_eq!(HeldShares::of(&steps).longest(), Some(("seats (max_num_seqs)", 0.5)));
+        assert_eq!(HeldShares::of(steps.iter()).seats, 0.5);
+        assert_eq!(HeldShares::of(steps.iter()).longest(), Some(("seats (max_num_seqs)", 0.5)));
     }
 }

@@ -6,6 +6,10 @@ fn percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
 
+fn gain(share: f64) -> String {
+    format!("{:+.0} %", share * 100.0)
+}
+
 /// One paragraph an arm, a line a statement.
 pub fn lines(explanation: &Explanation) -> Vec<String> {
     let mut lines = Vec::new();
@@ -29,10 +33,10 @@ pub fn lines(explanation: &Explanation) -> Vec<String> {
     if let Some(check) = &explanation.check {
         let verdict = if check.holds { "holds" } else { "does not hold" };
         lines.push(format!(
-            "bound by {}: {verdict} on the simulated device: doubling it gains {}, the most any gains is {} ({})",
+            "bound by {}: {verdict} on the simulated device: doubling it gains {} tok/s, the most any gains is {} ({})",
             check.claimed,
-            percent(check.claimed_gain),
-            percent(check.largest_gain),
+            gain(check.claimed_gain),
+            gain(check.largest_gain),
             check.largest
         ));
     }

@@ -61,13 +61,19 @@ fn overtaken(requests: &[RequestRecord]) -> Option<f64> {
 }
 
 /// Interference factor: the mean gap between tokens that ends with a step that held a prefill, over the mean gap that
-/// ends with a pure decode step, minus 1. `None` where one of the two never happened.
+/// ends with a pure decode step, minus 1. A gap in which the request was evicted and computed again is neither: its length
+/// is the wait for memory. `None` where one of the two never happened.
 pub fn interference(record: &ArmRecord) -> Option<f64> {
     let mut steps: Vec<(f64, bool)> =
         record.steps.iter().map(|step| (step.delivered_s, step.report.kind != StepKind::Decode)).collect();
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (mut with, mut without) = ((0.0, 0usize), (0.0, 0usize));
-    for pair in record.requests.iter().flat_map(|request| request.tokens_s.windows(2)) {
+    let gaps = record.requests.iter().flat_map(|request| {
+        let resumed_s = request.scheduled_s.get(1..).unwrap_or_default();
+        let evicted = |pair: &&[f64]| resumed_s.iter().any(|start_s| (pair[0]..pair[1]).contains(start_s));
+        request.tokens_s.windows(2).filter(move |pair| !evicted(pair))
+    });
+    for pair in gaps {
         if pair[1] <= pair[0] {
             continue; // Tokens of one speculative step: no step lies between them.
         }
@@ -129,6 +135,11 @@ mod tests {
         ];
         let record = record_of(vec![answered(0.0, 0.0, &[1.0, 1.1, 1.5, 1.6])], steps.clone());
         assert!((interference(&record).unwrap() - 3.0).abs() < 1e-9);
+        // Another one lost its place after its first token, and waited for room until 1.5 s.
+        let mut evicted = record.clone();
+        evicted.requests.push(answered(0.0, 0.0, &[1.0, 1.6]));
+        evicted.requests[1].scheduled_s.push(1.5);
+        assert_eq!(interference(&evicted), interference(&record));
         let quiet = record_of(vec![answered(0.0, 0.0, &[1.0, 1.1])], steps);
         assert_eq!(interference(&quiet), None);
     }

@@ -25,6 +25,7 @@ pub mod steady;
 pub mod step_fit;
 pub mod summarize;
 pub mod summary;
+pub mod summary_file;
 pub mod target;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -12,7 +12,7 @@
 //! [`TURNS`] times as long as a request does, else more requests are sent; and of what is offered, at least
 //! [`KEEPS_PACE`] is completed in the whole time.
 
-use super::quantile::supported;
+use super::quantile::{quantile, supported};
 use super::statistics::{mean, t_quantile, variance};
 use super::summary::Summary;
 use crate::workload::rate::Rate;
@@ -107,10 +107,12 @@ impl Judged {
         }
     }
 
-    /// Mean over the repeats of completed requests a second that kept the limits.
+    /// Median over the repeats of completed requests a second that kept the limits.
     pub fn goodput(&self) -> Option<f64> {
-        let values: Option<Vec<f64>> = self.repeats.iter().map(|summary| summary.goodput).collect();
-        values.filter(|values| !values.is_empty()).map(|values| mean(&values))
+        let mut values: Vec<f64> =
+            self.repeats.iter().map(|summary| summary.goodput).collect::<Option<_>>()?;
+        values.sort_by(f64::total_cmp);
+        quantile(&values, 0.5)
     }
 }
 
@@ -256,7 +258,7 @@ fn judge_trial(
     let mut repeats: Vec<Summary> = Vec::new();
     loop {
         let summary = run(trial, repeats.len() as u32)?;
-        check_support(&summary, &options.slo)?;
+        check_support(trial, &summary, &options.slo)?;
         repeats.push(summary);
         // Looks that an interval may decide at: after each repeat but the first.
         let looks = options.most_repeats.saturating_sub(1).max(1);
@@ -275,7 +277,7 @@ fn judge_trial(
     }
 }
 
-fn check_support(summary: &Summary, slo: &Slo) -> Result<()> {
+fn check_support(trial: Trial, summary: &Summary, slo: &Slo) -> Result<()> {
     let short = slo.limits().find(|limit| {
         let quantile = super::compare::quantile_of(limit.statistic).unwrap_or(0.0);
         limit.latency != "itl" && summary.failed == 0 && !supported(summary.completed, quantile)
@@ -283,7 +285,12 @@ fn check_support(summary: &Summary, slo: &Slo) -> Result<()> {
     match short {
         Some(limit) => Err(Error::invalid(
             format!("{} cannot be told from {} requests", limit.name, summary.completed),
-            "raise --prompts: a p99 needs 100 requests or more, a p90 10",
+            if summary.requests < trial.prompts {
+                "the trace has no more: a p99 needs 100 requests or more, a p90 10; take a longer trace or a limit on the \
+                 mean or p50"
+            } else {
+                "raise --prompts: a p99 needs 100 requests or more, a p90 10"
+            },
         )),
         None => Ok(()),
     }

@@ -48,8 +48,8 @@ pub fn summarize(record: &ArmRecord, label: &ArmLabel, conditions: &Conditions) 
         summary.steady_request_throughput = Some(window.requests(record) as f64 / window.length_s());
         summary.steady_output_throughput = Some(window.tokens(record) as f64 / window.length_s());
     }
-    summary.bound_by =
-        bound::bound_by(record, conditions.ceilings).map_or(String::new(), |by| by.as_str().to_string());
+    let bound_by = bound::bound_by(record, conditions.ceilings, conditions.offered_rate);
+    summary.bound_by = bound_by.map_or(String::new(), |by| by.as_str().to_string());
     summary
 }
 

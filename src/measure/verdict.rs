@@ -1,7 +1,8 @@
-//! What to say of one metric measured before and after: criterion's four words, or that there is too little to say.
+//! What to say of one metric measured before and after: criterion's four words, or that too little is known to say one.
 //!
 //! A change counts when its p value, corrected for the number of metrics, is below 5 %; it is then `within noise` unless its whole 95 % interval
-//! lies beyond the noise floor of 1 %. Values without any variance are compared as they are: equal ones are `no change`,
+//! lies beyond the noise floor of 1 %. One that does not count is `no change` only where its whole interval lies within
+//! 5 % to either side; where it does not, the repeats do not tell the two apart, which says nothing of equality. Values without any variance are compared as they are: equal ones are `no change`,
 //! different ones a deterministic difference, which has a verdict and no p value.
 
 use std::fmt;
@@ -15,18 +16,28 @@ use crate::Error;
 /// Relative changes within this are not worth a verdict.
 pub const NOISE_FLOOR: f64 = 0.01;
 
+/// A relative change whose whole interval lies within this to either side is none.
+pub const NO_CHANGE_BAND: f64 = 0.05;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     Improved,
     Regressed,
     NoChange,
     WithinNoise,
+    NotToldApart,
     TooFewRepeats,
 }
 
 impl Verdict {
-    pub const ALL: [Self; 5] =
-        [Self::Improved, Self::Regressed, Self::NoChange, Self::WithinNoise, Self::TooFewRepeats];
+    pub const ALL: [Self; 6] = [
+        Self::Improved,
+        Self::Regressed,
+        Self::NoChange,
+        Self::WithinNoise,
+        Self::NotToldApart,
+        Self::TooFewRepeats,
+    ];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -34,6 +45,7 @@ impl Verdict {
             Self::Regressed => "regressed",
             Self::NoChange => "no change",
             Self::WithinNoise => "within noise",
+            Self::NotToldApart => "not told apart",
             Self::TooFewRepeats => "too few repeats",
         }
     }
@@ -60,7 +72,7 @@ impl FromStr for Verdict {
         Self::ALL.into_iter().find(|verdict| verdict.as_str() == word).ok_or_else(|| {
             Error::invalid(
                 format!("`{text}` is not a verdict"),
-                "one of improved, regressed, no-change, within-noise, too-few-repeats",
+                "one of improved, regressed, no-change, within-noise, not-told-apart, too-few-repeats",
             )
         })
     }
@@ -127,7 +139,9 @@ impl Difference {
             None => false,
         };
         if !significant {
-            return Verdict::NoChange;
+            let within = |(low, high): (f64, f64)| low >= -NO_CHANGE_BAND && high <= NO_CHANGE_BAND;
+            let none = self.before == self.after && self.deterministic || self.interval.is_some_and(within);
+            return if none { Verdict::NoChange } else { Verdict::NotToldApart };
         }
         let rises = match (self.interval, self.change) {
             (Some((low, _)), _) if low > NOISE_FLOOR => true,
@@ -174,8 +188,13 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_samples_are_no_change() {
-        assert_eq!(verdict(&[100.0, 110.0, 90.0], &[103.0, 95.0, 112.0], Better::Higher), Verdict::NoChange);
+    fn overlapping_samples_are_equal_only_where_the_interval_is_narrow() {
+        let wide = verdict(&[100.0, 110.0, 90.0], &[103.0, 95.0, 112.0], Better::Higher);
+        assert_eq!(wide, Verdict::NotToldApart);
+        let narrow = verdict(&[100.0, 101.0, 99.0], &[100.3, 99.5, 101.2], Better::Higher);
+        assert_eq!(narrow, Verdict::NoChange);
+        // To 0 and back there is no ratio, so no interval.
+        assert_eq!(verdict(&[0.0, 0.0], &[0.0, 1.0], Better::Lower), Verdict::NotToldApart);
     }
 
     #[test]

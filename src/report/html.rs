@@ -19,7 +19,7 @@ pub fn report(results: &RunResults) -> Result<String> {
     if record.device.simulated {
         body += "<p class=\"sim\">Every figure on this page is simulated.</p>\n";
     }
-    body += &table(&overview::HEADER, &overview::rows(results));
+    body += &table(&overview::header(results), &overview::rows(results));
     for plot in plots::all(results)? {
         let label = if record.device.simulated { " (simulated)" } else { "" };
         body += &format!(

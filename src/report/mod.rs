@@ -8,6 +8,7 @@ pub mod export;
 pub mod format;
 pub mod html;
 pub mod json;
+pub mod limits;
 pub mod markdown;
 pub mod overview;
 pub mod plots;

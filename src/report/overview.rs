@@ -1,7 +1,7 @@
 //! The before/after table: a row an arm, each figure the median over its repeats, set against the baseline.
 
 use super::format::Format;
-use super::table;
+use super::{limits, table};
 use crate::Result;
 use crate::hardware;
 use crate::measure::quantile::supported;
@@ -10,13 +10,20 @@ use crate::numbers::{DASH, number, optional, percent, ratio};
 use crate::results::RunResults;
 use crate::results::record::RunRecord;
 
-pub const HEADER: [&str; 13] = [
+const HEADER: [&str; 13] = [
     "arm", "req/s", "tok/s", "vs base", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "E2E p50", "running",
     "step p50", "of roof", "bound by",
 ];
+/// Where `goodput` stands in a run with limits.
+const GOODPUT_AT: usize = 2;
 
-/// The columns that are numbers.
-pub const RIGHT: [usize; 11] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+pub fn header(results: &RunResults) -> Vec<&'static str> {
+    let mut header = HEADER.to_vec();
+    if limits::set(results) {
+        header.insert(GOODPUT_AT, "goodput");
+    }
+    header
+}
 
 pub fn rows(results: &RunResults) -> Vec<Vec<String>> {
     let baseline = results.baseline().map(str::to_string);
@@ -40,7 +47,7 @@ pub fn rows(results: &RunResults) -> Vec<Vec<String>> {
             } else {
                 ratio(throughput.zip(base_throughput).map(|(now, base)| now / base))
             };
-            vec![
+            let mut cells = vec![
                 arm.to_string(),
                 optional(median(|summary| summary.request_throughput)),
                 optional(throughput),
@@ -58,7 +65,11 @@ pub fn rows(results: &RunResults) -> Vec<Vec<String>> {
                 optional(median(|summary| summary.step_ms_p50)),
                 percent(median(roof).filter(|_| results.has_roofs())),
                 bound_by(results, arm),
-            ]
+            ];
+            if limits::set(results) {
+                cells.insert(GOODPUT_AT, optional(median(|summary| summary.goodput)));
+            }
+            cells
         })
         .collect()
 }
@@ -71,20 +82,20 @@ pub fn roof(summary: &Summary) -> Option<f64> {
     }
 }
 
-/// What bound most of the arm's repeats.
+/// What bound most of the arm's repeats, as tables show it.
 pub fn bound_by(results: &RunResults, arm: &str) -> String {
-    let mut words: Vec<&str> = results.of_arm(arm).map(|summary| summary.bound_by.as_str()).collect();
-    words.sort_unstable();
-    let most = words.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
-    most.and_then(|same| same.first())
-        .map_or(DASH, |word| if word.is_empty() { DASH } else { word })
-        .to_string()
+    match results.mostly_bound_by(arm) {
+        "" => DASH.to_string(),
+        word => word.to_string(),
+    }
 }
 
 /// Title, table and legend.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
-    let table = table::render(format, &HEADER, &rows(results), &RIGHT)?;
-    Ok(format!("{}\n\n{table}\n{}\n", title(results), legend(results)))
+    let header = header(results);
+    let numbers: Vec<usize> = (1..header.len() - 1).collect();
+    let table = table::render(format, &header, &rows(results), &numbers)?;
+    Ok(format!("{}\n\n{table}\n{}\n{}", title(results), legend(results), limits::lines(results)))
 }
 
 /// One line on what ran where.
@@ -109,19 +120,40 @@ fn legend(results: &RunResults) -> String {
     let record = &results.record;
     let repeats = record.plan.repeats;
     let over = if repeats > 1 { format!(", median of {repeats} repeats") } else { String::new() };
-    let loads = {
-        let mut loads: Vec<&str> = results.summaries.iter().map(|summary| summary.load.as_str()).collect();
-        loads.sort_unstable();
-        loads.dedup();
-        if loads.len() == 1 { format!("load: {}; ", loads[0]) } else { String::new() }
-    };
     format!(
-        "{loads}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
+        "{}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
          bandwidth or arithmetic{}{}",
+        loads(results),
         if record.ceilings.measured { "measured" } else { "nominal" },
         if record.arm_ceilings.is_empty() { "" } else { ", as measured right before and after the arm" },
         sheet(record),
     )
+}
+
+/// Most different loads that are told apart in words.
+const MOST_LOADS: usize = 12;
+
+/// The load of all arms; where they differ a line each, since figures of unlike loads are not to be compared blindly.
+fn loads(results: &RunResults) -> String {
+    let mut loads: Vec<(&str, Vec<&str>)> = Vec::new();
+    for summary in &results.summaries {
+        match loads.iter_mut().find(|(load, _)| *load == summary.load) {
+            Some((_, arms)) if arms.contains(&summary.arm.as_str()) => {}
+            Some((_, arms)) => arms.push(&summary.arm),
+            None => loads.push((&summary.load, vec![&summary.arm])),
+        }
+    }
+    if let [(load, _)] = loads[..] {
+        return format!("load: {load}; ");
+    }
+    let mut text = "loads differ between arms:\n".to_string();
+    for (load, arms) in loads.iter().take(MOST_LOADS) {
+        text += &format!("- {load}: {}\n", arms.join(", "));
+    }
+    if loads.len() > MOST_LOADS {
+        text += &format!("- and {} more: column `load` of summary.csv\n", loads.len() - MOST_LOADS);
+    }
+    text + "\n"
 }
 
 /// Of a real GPU that is known: its measured roofs with the data sheet's beside them.

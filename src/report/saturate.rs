@@ -6,15 +6,14 @@ use serde_json::json;
 use super::format::Format;
 use super::table;
 use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation};
-use crate::measure::statistics::mean;
 use crate::measure::summary::Summary;
-use crate::numbers::{DASH, number, optional};
+use crate::numbers::{DASH, median, number, optional};
 use crate::results::csv;
 use crate::workload::rate::Rate;
 use crate::{Error, Result};
 
-/// One rate that was tried. Latencies are means over the repeats in milliseconds, as the judgement itself goes by them;
-/// `goodput` is completed requests a second that kept every limit; `confidence` is empty where no interval decided.
+/// One rate that was tried. Latencies in milliseconds and `goodput` (completed requests a second that kept every limit) are
+/// medians over the repeats, as in every other table; `confidence` is empty where no interval decided.
 #[derive(Debug, Serialize)]
 struct Row {
     rate: Rate,
@@ -25,23 +24,22 @@ struct Row {
     ttft_p99_ms: Option<f64>,
     itl_p99_ms: Option<f64>,
     goodput: Option<f64>,
+    simulated: bool,
 }
 
 impl Row {
     fn of(judged: &Judged) -> Self {
-        let mean_of = |value: fn(&Summary) -> Option<f64>| {
-            let values: Vec<f64> = judged.repeats.iter().filter_map(value).collect();
-            (!values.is_empty()).then(|| mean(&values))
-        };
+        let median_of = |value: fn(&Summary) -> Option<f64>| median(judged.repeats.iter().filter_map(value));
         Self {
             rate: judged.rate,
             limits: if judged.judgement == Judgement::Keeps { "keeps" } else { "breaks" },
             basis: judged.basis(),
             confidence: judged.confidence(),
             repeats: judged.repeats.len(),
-            ttft_p99_ms: mean_of(|summary| summary.ttft_p99_ms),
-            itl_p99_ms: mean_of(|summary| summary.itl_p99_ms),
+            ttft_p99_ms: median_of(|summary| summary.ttft_p99_ms),
+            itl_p99_ms: median_of(|summary| summary.itl_p99_ms),
             goodput: judged.goodput(),
+            simulated: judged.repeats.iter().any(|summary| summary.simulated),
         }
     }
 }
@@ -58,18 +56,27 @@ pub fn render(format: Format, found: &Saturation) -> Result<String> {
                 })
             };
             let answer = json!({"keeps": one(&found.keeps), "breaks": one(&found.breaks), "tried": rows,
-                                "flood_throughput": found.flood_throughput});
+                                "flood_throughput": found.flood_throughput, "simulated": rows.iter().any(|row| row.simulated)});
             let text = serde_json::to_string_pretty(&answer)
                 .map_err(|error| Error::bug(format!("cannot write JSON: {error}")))?;
             Ok(text + "\n")
         }
         Format::Csv => csv::rows(&rows).map(|csv| csv.header + &csv.rows),
         Format::Table | Format::Md => {
-            let header = ["rate", "limits", "decided by", "repeats", "TTFT p99", "ITL p99", "goodput"];
+            let header =
+                ["rate /s", "limits", "decided by", "repeats", "TTFT p99 ms", "ITL p99 ms", "goodput /s"];
             let cells: Vec<Vec<String>> = rows.iter().map(cells).collect();
-            Ok(table::render(format, &header, &cells, &[0, 3, 4, 5, 6])? + &answer(found))
+            let table = table::render(format, &header, &cells, &[0, 3, 4, 5, 6])?;
+            Ok(simulated(found) + &table + &answer(found))
         }
     }
+}
+
+/// A line above the table, unless every figure was measured.
+fn simulated(found: &Saturation) -> String {
+    let repeats = found.tried.iter().flat_map(|judged| &judged.repeats);
+    let device = repeats.filter(|summary| summary.simulated).map(|summary| &summary.device).next();
+    device.map_or(String::new(), |device| format!("on {device} — SIMULATED\n\n"))
 }
 
 fn cells(row: &Row) -> Vec<String> {
@@ -108,7 +115,7 @@ fn answer(found: &Saturation) -> String {
         format!("; a flood completes {} requests/s, and none higher was tried", number(per_s))
     });
     format!(
-        "\n{kept}; {broken}{flood}\n`{} %`: one-sided, of the mean over repeats, shared out among the looks; `twofold`: one \
+        "\n{kept}; {broken}{flood}\nfigures are medians over the repeats, limits are judged by their means; `{} %`: one-sided, of the mean over repeats, shared out among the looks; `twofold`: one \
          repeat, clear of a limit by a factor of two; `by the means`: still open after the last repeat; `not sustained`: the \
          limits were kept only while requests still came in, faster than they were completed or too few of them to tell\n",
         CONFIDENCE * 100.0

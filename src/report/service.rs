@@ -30,26 +30,35 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
     Ok(text)
 }
 
-/// What the first requests after loading a model saw, beside the warm rows of the same arm: once a model.
+/// What the first requests after loading a model saw, beside the warm rows of the same arm: once a model. Times to first
+/// token hold the wait for other requests, so they stand beside the warm ones only where those were as many.
 fn cold(results: &RunResults) -> String {
     let mut text = String::new();
     for cold in results.cold.iter().filter(|row| row.after_load) {
         let warm = |value: fn(&Summary) -> Option<f64>| optional(results.median(&cold.arm, value));
+        let alike = results.of_arm(&cold.arm).all(|summary| summary.requests == cold.requests);
         text += &format!(
             "\nCold, and in no row (cold.csv has every arm): the first round of {} after loading {}, {} requests: first \
-             step {} ms, steps p50 {} and at most {} ms, TTFT p50 {} and at most {} ms; warm: step p50 {} ms, TTFT p50 {} \
-             ms.\n",
+             step {} ms, steps p50 {} and at most {} ms",
             cold.arm,
             cold.model,
             cold.requests,
             optional(cold.first_step_ms),
             optional(cold.step_ms_p50),
             optional(cold.step_ms_max),
-            optional(cold.ttft_p50_ms),
-            optional(cold.ttft_max_ms),
-            warm(|row| row.step_ms_p50),
-            warm(|row| row.ttft_p50_ms),
         );
+        if alike {
+            text += &format!(
+                ", TTFT p50 {} and at most {} ms",
+                optional(cold.ttft_p50_ms),
+                optional(cold.ttft_max_ms)
+            );
+        }
+        text += &format!("; warm: step p50 {} ms", warm(|row| row.step_ms_p50));
+        if alike {
+            text += &format!(", TTFT p50 {} ms", warm(|row| row.ttft_p50_ms));
+        }
+        text += ".\n";
     }
     text
 }

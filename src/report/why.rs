@@ -6,10 +6,19 @@ use std::collections::BTreeMap;
 use super::format::Format;
 use super::{consumers, overview, step_model, table};
 use crate::Result;
+use crate::explain::HeldShares;
+use crate::measure::bound::BoundBy;
 use crate::measure::rows::StepRow;
 use crate::measure::step_fit::StepFit;
 use crate::numbers::{DASH, bytes, median, number, optional, percent};
 use crate::results::RunResults;
+
+/// Share of the step time from which on a queue is worth a word.
+const WORTH_SAYING: f64 = 0.05;
+
+/// Share of the offered rate below which an arm with a queue counts as overloaded. (The wait for the last answers takes
+/// part of any run.)
+const OVERLOADED_BELOW: f64 = 0.9;
 
 /// What an arm moved and computed for each generated token, and how near it came to its floor.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -76,7 +85,8 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
     if let Some(largest) = consumers::render(results, format)? {
         text += &format!("\n{largest}");
     }
-    let reasons = reasons(results);
+    let mut reasons = reasons(results);
+    reasons.extend(queues(results));
     if !reasons.is_empty() {
         text += &format!("\n{}\n", reasons.join("\n"));
     }
@@ -159,6 +169,43 @@ fn reasons(results: &RunResults) -> Vec<String> {
         .collect()
 }
 
+/// Which arms had a queue, what it waited for, and which of them were offered more than they could answer.
+fn queues(results: &RunResults) -> Vec<String> {
+    let mut held: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let mut overloaded = Vec::new();
+    for arm in results.arms() {
+        if let Some((limit, share)) = HeldShares::of(results.steps_of(arm)).longest() {
+            if share >= WORTH_SAYING {
+                held.entry(limit).or_default().push(format!("{arm} {}", percent(Some(share))));
+            }
+        }
+        overloaded.extend(overload(results, arm));
+    }
+    let mut lines: Vec<String> = held
+        .into_iter()
+        .map(|(limit, arms)| format!("- held back by {limit}, share of the step time: {}", arms.join(", ")))
+        .collect();
+    if !overloaded.is_empty() {
+        lines.push(format!("- overloaded, with a queue that grew: {}", overloaded.join("; ")));
+    }
+    lines
+}
+
+/// In words, if an arm was offered more requests a second than it answered, and they queued.
+fn overload(results: &RunResults, arm: &str) -> Option<String> {
+    let offered = results.median(arm, |summary| summary.offered_rate?.finite())?;
+    let completed = results.median(arm, |summary| summary.request_throughput)?;
+    let waiting = results.of_arm(arm).map(|summary| summary.waiting_max).max().unwrap_or(0);
+    let kept_up = results.mostly_bound_by(arm) == BoundBy::Arrivals.as_str();
+    (!kept_up && waiting > 0 && completed < OVERLOADED_BELOW * offered).then(|| {
+        format!(
+            "{arm} ({} requests/s offered, {} completed, up to {waiting} waiting)",
+            number(offered),
+            number(completed)
+        )
+    })
+}
+
 fn reason(resource: &str) -> Option<&'static str> {
     Some(match resource {
         "weights" => "bound by weights: most of a step is one stream of the weights, whatever the batch",
@@ -172,7 +219,9 @@ fn reason(resource: &str) -> Option<&'static str> {
         }
         "blocks" => "bound by blocks: requests waited for cache memory (KV blocks or state slots)",
         "token_budget" => "bound by token_budget: requests waited because a step may hold no more new tokens",
-        "arrivals" => "bound by arrivals: the engine was waiting for requests",
+        "arrivals" => {
+            "bound by arrivals: the engine kept up with what came, and seats or steps stood idle for want of more"
+        }
         "host" => "bound by host: the device idled while the host prepared steps",
         _ => return None,
     })

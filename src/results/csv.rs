@@ -33,13 +33,23 @@ pub fn rows<T: Serialize>(items: impl IntoIterator<Item = T>) -> Result<Rows> {
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let file = std::fs::File::open(path).map_err(|error| Error::read(path, &error))?;
     let mut reader = csv::Reader::from_reader(std::io::BufReader::new(file));
+    let names = reader.headers().cloned().unwrap_or_default();
     let parsed: std::result::Result<Vec<T>, csv::Error> = reader.deserialize().collect();
     parsed.map_err(|error| {
         Error::invalid(
-            format!("{}: {error}", path.display()),
+            format!("{}: {}", path.display(), described(&error, &names)),
             "it was written by another version, or is damaged",
         )
     })
+}
+
+/// The error with the line and the name of the column.
+fn described(error: &csv::Error, names: &csv::StringRecord) -> String {
+    let csv::ErrorKind::Deserialize { pos, err } = error.kind() else { return error.to_string() };
+    let line = pos.as_ref().map_or(String::new(), |pos| format!("line {}: ", pos.line()));
+    let name = err.field().and_then(|field| names.get(field as usize));
+    let column = name.map_or(String::new(), |name| format!("column {name}: "));
+    format!("{line}{column}{}", err.kind())
 }
 
 #[cfg(test)]
@@ -71,5 +81,9 @@ mod tests {
         std::fs::write(&path, "experiment,arm\nx,y\n").unwrap();
         let error = read::<Summary>(&path).unwrap_err();
         assert!(error.to_string().contains("summary.csv") && error.exit_code() == 2);
+        let text = rows([&Summary::default()]).unwrap();
+        std::fs::write(&path, text.header + &text.rows.replacen(",0,", ",many,", 1)).unwrap();
+        let error = read::<Summary>(&path).unwrap_err().to_string();
+        assert!(error.contains("line 2: column repeat: "), "{error}");
     }
 }

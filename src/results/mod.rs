@@ -17,6 +17,7 @@ use crate::measure::kernels::{BETWEEN, dominant};
 use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
 use crate::measure::step_fit::{self, StepFit};
 use crate::measure::summary::Summary;
+use crate::measure::summary_file;
 use crate::{Error, Result, numbers};
 
 use self::folder::KERNELS_FILE;
@@ -45,7 +46,13 @@ impl RunResults {
         let record = RunRecord::read(folder)?;
         let order: BTreeMap<&str, usize> =
             record.plan.arms.iter().enumerate().map(|(index, arm)| (arm.name.as_str(), index)).collect();
-        let mut summaries: Vec<Summary> = read_if_there(&folder.join("summary.csv"))?;
+        let summary_file = folder.join("summary.csv");
+        let mut summaries: Vec<Summary> = read_if_there(&summary_file)?;
+        if !summaries.is_empty() {
+            let text =
+                std::fs::read_to_string(&summary_file).map_err(|error| Error::read(&summary_file, &error))?;
+            summary_file::check_csv(&text).map_err(|error| error.context(summary_file.display()))?;
+        }
         summaries.sort_by_key(|row| (order.get(row.arm.as_str()).copied(), row.repeat));
         let steps = read_if_there(&folder.join("steps.csv"))?;
         let populations = read_if_there(&folder.join("populations.csv"))?;
@@ -54,6 +61,18 @@ impl RunResults {
         let kernels = read_if_there(&folder.join(KERNELS_FILE))?;
         let folder = folder.to_path_buf();
         Ok(Self { folder, record, summaries, steps, populations, checks, cold, kernels })
+    }
+
+    /// # Errors
+    /// [`crate::Error::Invalid`] when no arm has finished: there is nothing to report or explain.
+    pub fn require_rows(&self) -> Result<()> {
+        if !self.summaries.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            format!("{} has no rows", self.folder.join("summary.csv").display()),
+            "no arm of the run has finished, or the file was taken away: continue the run with --resume",
+        ))
     }
 
     /// Arms that have a finished row, in the order of the plan.
@@ -94,6 +113,14 @@ impl RunResults {
         numbers::median(self.of_arm(arm).filter_map(value))
     }
 
+    /// What bound most of the arm's repeats; empty if nothing.
+    pub fn mostly_bound_by<'a>(&'a self, arm: &'a str) -> &'a str {
+        let mut words: Vec<&str> = self.of_arm(arm).map(|summary| summary.bound_by.as_str()).collect();
+        words.sort_unstable();
+        let most = words.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
+        most.and_then(|same| same.first()).copied().unwrap_or_default()
+    }
+
     /// The arm others are compared with: the plan's baseline, else the first there is.
     pub fn baseline(&self) -> Option<&str> {
         let arms = self.arms();
@@ -112,7 +139,7 @@ impl RunResults {
         self.record.typical_ceilings(of_model)
     }
 
-    pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {
+    pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + Clone + 'a {
         self.steps.iter().filter(move |step| step.arm == arm)
     }
 

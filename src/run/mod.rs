@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use self::prepare::{Prepared, prepare};
 use self::progress::Progress;
 use self::runner::{Ending, Loaded, Runner};
+use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
 use crate::experiment::plan::{Cell, Plan, PlanOptions};
@@ -22,7 +23,6 @@ use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::summary::{SCHEMA, Summary};
 use crate::results::folder::{RUN_FILE, ResultsFolder};
 use crate::results::record::{self, DeviceRecord, RunRecord, Status};
-use crate::{Error, Result};
 
 /// Everything is checked and nothing is written yet.
 pub struct Ready {

@@ -35,7 +35,7 @@ impl LoadSpec {
     /// # Errors
     /// As [`LoadSpec::schedule`].
     pub fn warmup_schedule(&self, context: &ScheduleContext, round: usize) -> Result<Option<Schedule>> {
-        let most = self.prompts.resolve(context.seats);
+        let most = self.requests(context.seats);
         let count = self.warmup.prompts.resolve(context.seats).min(most);
         if count == 0 || self.warmup.max_rounds == 0 {
             return Ok(None);
@@ -101,7 +101,7 @@ impl LoadSpec {
     }
 
     fn arrivals_and_lengths(&self, context: &ScheduleContext) -> Result<(Vec<f64>, Vec<LengthPair>)> {
-        let count = self.prompts.resolve(context.seats);
+        let count = self.requests(context.seats);
         if count > MOST_REQUESTS {
             return Err(Error::invalid(
                 format!("prompts = {count} is out of bounds with {} seats", context.seats),
@@ -219,7 +219,7 @@ fn check_size(arrivals_s: &[f64], pairs: &[LengthPair]) -> Result<()> {
 mod tests {
     use super::*;
     use crate::workload::rate::Rate;
-    use crate::workload::spec::{Arrivals, CountRule, Lengths, Replay};
+    use crate::workload::spec::{Arrivals, CountRule, Lengths, Replay, WholeTrace};
 
     fn context(seed: u64) -> ScheduleContext<'static> {
         ScheduleContext {
@@ -340,6 +340,8 @@ mod tests {
         let spec = LoadSpec { replay: Some(Replay { file, speedup: 2.0 }), ..Default::default() };
         assert_eq!(arrivals(&spec), [0.0, 0.5, 2.0]);
         assert_eq!(spec.schedule(&context(0)).unwrap().total_tokens(), (18, 9));
+        assert_eq!(arrivals(&LoadSpec { prompts: Count::Exact(2), ..spec.clone() }), [0.0, 0.5]);
+        assert_eq!(arrivals(&LoadSpec { prompts: Count::Trace(WholeTrace::All), ..spec.clone() }).len(), 3);
         let spec = LoadSpec { request_rate: Rate::new(3.0).unwrap(), ..spec };
         assert_eq!(arrivals(&spec), [0.0, 0.25, 1.0]);
     }
@@ -349,7 +351,7 @@ mod tests {
         let refused = |spec: &LoadSpec| spec.schedule(&context(0)).unwrap_err().to_string();
         let many = LoadSpec { prompts: Count::Exact(1 << 20), input_len: 1 << 12, ..Default::default() };
         assert!(refused(&many).contains("1048576 prompts of 4294967296 tokens"));
-        let rule = CountRule { per_seat: 1 << 60, min: 1, max: None };
+        let rule = CountRule { per_seat: 1 << 60, min: 1, max: None, at_rate: None };
         let rule = LoadSpec { prompts: Count::Rule(rule), ..Default::default() };
         assert!(refused(&rule).contains("prompts"), "{}", refused(&rule));
         let slow = LoadSpec { request_rate: Rate::new(1e-12).unwrap(), ..Default::default() };

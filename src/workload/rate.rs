@@ -43,9 +43,16 @@ impl Rate {
     }
 }
 
+/// A number as short as it can be written: very large and very small ones with an exponent, since all
+/// digits of 1e300 would be no name of an arm.
+pub fn written(value: f64) -> String {
+    let size = value.abs();
+    if value != 0.0 && !(1e-6..1e16).contains(&size) { format!("{value:e}") } else { value.to_string() }
+}
+
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        if self.is_flood() { f.write_str("inf") } else { write!(f, "{}", self.0) }
+        f.write_str(&written(self.0))
     }
 }
 

@@ -91,6 +91,9 @@ impl FromStr for Slo {
                     "write limits as ttft_p99=500,itl_p99=100 (milliseconds)",
                 ));
             };
+            if limits.contains_key(&name) {
+                return Err(Error::invalid(format!("limit {name} is given twice"), "give each limit once"));
+            }
             limits.insert(name, limit_ms);
         }
         limits.try_into()
@@ -123,5 +126,7 @@ mod tests {
         assert!(error.to_string().contains("latency_p99") && error.hint().contains("ttft"));
         assert!("ttft_p99".parse::<Slo>().is_err());
         assert!("ttft_p99=-1".parse::<Slo>().is_err());
+        let twice = "ttft_p99=1,ttft_p99=2".parse::<Slo>().unwrap_err();
+        assert!(twice.to_string().contains("ttft_p99 is given twice"), "{twice}");
     }
 }

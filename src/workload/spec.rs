@@ -24,6 +24,8 @@ pub const LATEST_ARRIVAL_S: f64 = 1e7;
 pub const LONGEST_PAUSE_S: f64 = 1e6;
 pub const BURSTINESS: std::ops::RangeInclusive<f64> = 1e-3..=1e6;
 pub const MOST_ROUNDS: usize = 100;
+/// Temperature: beyond it all tokens are as likely.
+pub const HOTTEST: f64 = 100.0;
 
 /// Names of the load's knobs for `--set` and `--knob`: scalar keys of [`LoadSpec`].
 pub const LOAD_KNOBS: [&str; 13] = [
@@ -45,7 +47,7 @@ pub const LOAD_KNOBS: [&str; 13] = [
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LoadSpec {
-    /// Requests in the measured run: a number, or a rule such as `{ per_seat = 4, min = 48 }`.
+    /// Requests in the measured run: a number, a rule such as `{ per_seat = 4, min = 48 }`, or `"all"` rows of a replay.
     pub prompts: Count,
     /// Requests a second, or `inf`: all at once (with `concurrency`: a closed loop).
     pub request_rate: Rate,
@@ -116,12 +118,22 @@ impl Default for LoadSpec {
     }
 }
 
-/// A number of requests: given, or so many for each seat (`max_num_seqs`) within bounds.
+/// A number of requests: given, or so many for each seat (`max_num_seqs`) within bounds, or what a recorded trace has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "expected a number of requests, or a rule such as { per_seat = 4, min = 48 }")]
+#[serde(
+    untagged,
+    expecting = "expected a number of requests, a rule such as { per_seat = 4, min = 48 }, or \"all\" of a replay"
+)]
 pub enum Count {
     Exact(usize),
     Rule(CountRule),
+    Trace(WholeTrace),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WholeTrace {
+    All,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,12 +144,18 @@ pub struct CountRule {
     pub min: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<usize>,
+    /// In place of all these at a finite rate: requests fill seats in a flood alone, and runs of unequal length differ by
+    /// the time in which they empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub at_rate: Option<usize>,
 }
 
 impl Count {
+    /// Of a flood; [`LoadSpec::requests`] knows more.
     pub fn resolve(self, seats: usize) -> usize {
         match self {
             Self::Exact(count) => count,
+            Self::Trace(WholeTrace::All) => MOST_REQUESTS,
             Self::Rule(rule) => {
                 rule.per_seat.saturating_mul(seats).max(rule.min).min(rule.max.unwrap_or(usize::MAX))
             }
@@ -227,7 +245,7 @@ pub struct WarmUp {
 impl Default for WarmUp {
     fn default() -> Self {
         Self {
-            prompts: Count::Rule(CountRule { per_seat: 2, min: 16, max: None }),
+            prompts: Count::Rule(CountRule { per_seat: 2, min: 16, max: None, at_rate: None }),
             max_arrivals_s: 30.0,
             max_rounds: 4,
         }
@@ -250,6 +268,14 @@ fn one() -> f64 {
 }
 
 impl LoadSpec {
+    /// Requests that are asked for with that many seats. Of a replay: most rows of it; the trace may have fewer.
+    pub fn requests(&self, seats: usize) -> usize {
+        match self.prompts {
+            Count::Rule(CountRule { at_rate: Some(count), .. }) if !self.request_rate.is_flood() => count,
+            prompts => prompts.resolve(seats),
+        }
+    }
+
     pub fn sampling(&self) -> SamplingParams {
         SamplingParams { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p }
     }
@@ -269,7 +295,15 @@ impl LoadSpec {
             ))
         };
         // (A rule's count has its bound once the seats are known.)
-        let prompts = self.prompts.resolve(1);
+        for (name, count) in [("prompts", self.prompts), ("warmup.prompts", self.warmup.prompts)] {
+            if let Count::Rule(CountRule { min, max: Some(max), .. }) = count {
+                check(min <= max, &format!("{name}.max"), &max, &format!("its min, {min}, or more"))?;
+            }
+        }
+        if self.replay.is_none() && matches!(self.prompts, Count::Trace(_)) {
+            check(false, "prompts", &"all", "a number where there is no replay")?;
+        }
+        let prompts = self.requests(1);
         check((1..=MOST_REQUESTS).contains(&prompts), "prompts", &prompts, &up_to(MOST_REQUESTS))?;
         check(BURSTINESS.contains(&self.burstiness), "burstiness", &self.burstiness, "0.001 to 1000000")?;
         let clients = self.concurrency.unwrap_or(1);
@@ -280,8 +314,8 @@ impl LoadSpec {
             check((1..=MOST_TOKENS).contains(&tokens), knob, &tokens, &up_to(MOST_TOKENS))?;
         }
         check(self.prefix_count > 0, "prefix_count", &self.prefix_count, "1 or more")?;
-        let temperature_ok = self.temperature >= 0.0 && self.temperature.is_finite();
-        check(temperature_ok, "temperature", &self.temperature, "0 (greedy) or more")?;
+        let temperature_ok = (0.0..=HOTTEST).contains(&f64::from(self.temperature));
+        check(temperature_ok, "temperature", &self.temperature, &format!("0 (greedy) to {HOTTEST}"))?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", &self.top_p, "above 0 and at most 1")?;
         match self.lengths {
             Lengths::Uniform { ratio } | Lengths::NumpyUniform { ratio } => {
@@ -346,6 +380,15 @@ mod tests {
     }
 
     #[test]
+    fn seats_set_the_count_of_a_flood_alone() {
+        let text = "prompts = { per_seat = 2, min = 48, max = 512, at_rate = 200 }";
+        let flood: LoadSpec = toml::from_str(text).unwrap();
+        let rate = LoadSpec { request_rate: Rate::new(2.0).unwrap(), ..flood.clone() };
+        assert_eq!([16, 64, 512].map(|seats| flood.requests(seats)), [48, 128, 512]);
+        assert_eq!([16, 64, 512].map(|seats| rate.requests(seats)), [200; 3]);
+    }
+
+    #[test]
     fn unknown_keys_are_errors_at_every_level() {
         for text in
             ["promts = 3", "ramp = { shape = \"linear\", to = 3, via = 2 }", "prompts = { per_seats = 4 }"]
@@ -380,6 +423,10 @@ mod tests {
         assert!(wrong(|spec| spec.think_time_s = 1e18).contains("think_time_s"));
         assert!(wrong(|spec| spec.prompt = PromptKind::Repeat { period: 1 << 40 }).contains("prompt.period"));
         assert!(wrong(|spec| spec.warmup.max_rounds = 1 << 40).contains("warmup.max_rounds"));
+        assert!(wrong(|spec| spec.temperature = 1e38).contains("temperature"));
+        let unordered = CountRule { per_seat: 1, min: 5, max: Some(2), at_rate: None };
+        assert!(LoadSpec { prompts: Count::Rule(unordered), ..Default::default() }.validate().is_err());
+        assert!(wrong(|spec| spec.prompts = Count::Trace(WholeTrace::All)).contains("prompts = all"));
         let ramp = Ramp { shape: RampShape::Linear, to: Rate::new(4.0).unwrap() };
         assert!(LoadSpec { ramp: Some(ramp), ..Default::default() }.validate().is_err());
     }

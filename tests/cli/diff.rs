@@ -84,7 +84,7 @@ fn the_hint_stands_before_the_rows() {
     assert!(command.status().unwrap().success());
     let text = crate::env::read(env.path(), "both");
     let table = text.find("arm ").unwrap();
-    let rows = text[table..].lines().count() - 1;
+    let rows = text[table..].lines().take_while(|line| !line.is_empty()).count() - 1;
     let hint = format!("hint: {rows} of {rows} rows say `too few repeats`");
     assert!(text.find(&hint).is_some_and(|at| at < table), "no `{hint}` before the rows of\n{text}");
 }

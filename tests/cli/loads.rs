@@ -5,10 +5,13 @@ use crate::env::{TestEnv, read};
 /// A device that is never busy for long: one step of 1 ms answers a request.
 const SWEEP: &str = "sweep --knob max_num_seqs --values 64 --device sim:fixed --set input_len=8 --set output_len=1 \
                      --prompts 40 --format json";
+/// The same without lengths: a trace has its own.
+const TRACE: &str = "sweep --knob max_num_seqs --values 64 --device sim:fixed --format json";
 
 /// A sweep with a load given in TOML: its folder, and its only row.
 fn with_load(env: &TestEnv, load: &[&str]) -> (std::path::PathBuf, serde_json::Value) {
-    let mut arguments: Vec<&str> = SWEEP.split_whitespace().collect();
+    let replays = load.iter().any(|text| text.contains("replay"));
+    let mut arguments: Vec<&str> = if replays { TRACE } else { SWEEP }.split_whitespace().collect();
     load.iter().for_each(|text| arguments.extend(["--load", text]));
     let rows = env.run_args(&arguments).ok().json();
     assert_eq!(rows[0]["completed"], rows[0]["requests"]);
@@ -109,7 +112,7 @@ fn published_traces_are_replayed_as_they_are() {
     }
     let env = TestEnv::new();
     env.write("odd.csv", "when,in,out\n1,2,3\n");
-    let odd = [SWEEP, "--load", "replay={file=\"odd.csv\"}"].join(" ");
+    let odd = [TRACE, "--load", "replay={file=\"odd.csv\"}"].join(" ");
     env.run(&odd).fails(2, "trace odd.csv", "Mooncake");
 }
 

@@ -9,4 +9,5 @@ mod loads;
 mod models;
 mod resume;
 mod runs;
+mod said;
 mod sweeps;

@@ -309,7 +309,7 @@ fn a_search_states_its_confidence() {
     let csv = env.run(&format!("{SATURATE} --format csv")).ok().stdout;
     assert!(
         csv.starts_with(
-            "rate,limits,basis,confidence,repeats,ttft_p99_ms,itl_p99_ms,goodput\n1.0,keeps,twofold,,1,"
+            "rate,limits,basis,confidence,repeats,ttft_p99_ms,itl_p99_ms,goodput,simulated\n1.0,keeps,twofold,,1,"
         ),
         "{csv}"
     );

@@ -108,6 +108,14 @@ pub fn find(name: &str) -> Result<Preset> {
         return Ok(*found);
     }
     let all = names().collect::<Vec<_>>().join(", ");
+    if name.contains("awq") {
+        let forms = PRESETS.iter().filter(|preset| !matches!(preset.quantized, Quantized::Nothing));
+        let forms: Vec<&str> = forms.map(|preset| preset.name).collect();
+        return Err(Error::invalid(
+            format!("unknown synthetic preset `{name}`"),
+            format!("in 4 bits there are {}. Presets: {all}", forms.join(" and ")),
+        ));
+    }
     let nearest =
         names().max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
     Err(Error::invalid(

@@ -1,5 +1,7 @@
 use super::*;
 use crate::engine::device::DeviceKind;
+use crate::experiment::spec;
+use crate::workload::spec::{Count, WholeTrace};
 
 const TOML: &str = r#"
 [a]
@@ -149,4 +151,29 @@ fn a_key_of_a_table_leaves_the_others_as_they_are() {
     let mut load = table("prompts = 3\nprobe = { victims = 6, injectors = 3 }");
     lay_deep(&mut load, &table("probe.victims = 2\nrate = 1.5"));
     assert_eq!(load, table("prompts = 3\nrate = 1.5\nprobe = { victims = 2, injectors = 3 }"));
+}
+
+#[test]
+fn a_replay_has_all_rows_unless_someone_says_otherwise() {
+    let prompts = |options: PlanOptions| {
+        let load = vec!["replay = { file = \"t.csv\" }".to_string()];
+        plan(PlanOptions { load, ..options }, DeviceKind::Cuda).map(|plan| plan.arms[0].load.prompts)
+    };
+    let all = Count::Trace(WholeTrace::All);
+    assert_eq!(prompts(PlanOptions::default()).unwrap(), all);
+    assert_eq!(prompts(PlanOptions { prompts: Some(3), ..Default::default() }).unwrap(), Count::Exact(3));
+    let set = PlanOptions { set: vec!["prompts=4".into()], ..Default::default() };
+    assert_eq!(prompts(set).unwrap(), Count::Exact(4));
+    let error = prompts(PlanOptions { set: vec!["output_len=4".into()], ..Default::default() }).unwrap_err();
+    assert!(error.to_string().contains("output_len has no effect in a replay"), "{error}");
+}
+
+#[test]
+fn prompts_are_for_arms_without_a_number_of_their_own() {
+    let text = TOML.replace("name = \"tight {value}\"", "name = \"tight {value}\"\nprompts = 7");
+    let experiments = spec::parse(&text, "t.toml").unwrap();
+    let options = PlanOptions { experiment: "a".into(), prompts: Some(3), ..Default::default() };
+    let plan = build(&experiments["a"], &options, &rig(DeviceKind::Cuda, "cuda:0")).unwrap();
+    let prompts: Vec<Count> = plan.arms.iter().map(|arm| arm.load.prompts).collect();
+    assert_eq!(prompts, [3, 3, 7, 7].map(Count::Exact));
 }

@@ -13,7 +13,7 @@ pub use metrics::{METRICS, Metric, quantile_of};
 pub use read::read;
 pub use rows::{DiffRow, to_csv, to_json};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use super::max_t;
@@ -46,6 +46,8 @@ pub struct Comparison {
     pub rows: Vec<DiffRow>,
     /// Differences in what should be equal, and arms without a partner.
     pub warnings: Vec<String>,
+    /// Of each side, before and after: the simulated devices that its arms ran on. Empty: none was simulated.
+    pub simulated: [Vec<String>; 2],
 }
 
 impl Comparison {
@@ -78,7 +80,15 @@ pub fn compare(before: &ResultSet, after: &ResultSet) -> Result<Comparison> {
         warnings.extend(identity_warnings(one, other));
         rows.extend(compare_arms(one, other));
     }
-    Ok(Comparison { rows, warnings })
+    Ok(Comparison { rows, warnings, simulated: [simulated(before), simulated(after)] })
+}
+
+fn simulated(set: &ResultSet) -> Vec<String> {
+    let says = |arm: &&ArmSamples| arm.identity.get("simulated").is_some_and(|word| word == "true");
+    let device =
+        |arm: &ArmSamples| arm.identity.get("device").cloned().unwrap_or("a simulated device".into());
+    let devices: BTreeSet<String> = set.arms.iter().filter(says).map(device).collect();
+    devices.into_iter().collect()
 }
 
 type Pair<'a> = (&'a ArmSamples, &'a ArmSamples);
@@ -221,7 +231,7 @@ mod tests {
             after.values.insert(metric.name.to_string(), vec![100.1, 101.9, 98.2]);
         }
         let many = compare(&set(&[before]), &set(&[after])).unwrap();
-        assert_eq!(many.rows[0].verdict, Verdict::NoChange);
+        assert_eq!(many.rows[0].verdict, Verdict::NotToldApart);
         assert_eq!(many.rows[0].p, alone.rows[0].p);
     }
 }

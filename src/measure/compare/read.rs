@@ -6,6 +6,7 @@ use std::path::Path;
 use super::metrics::{METRICS, per_request, quantile_of};
 use super::{ArmSamples, IDENTITY, ResultSet, requests, vllm};
 use crate::measure::quantile::supported;
+use crate::measure::summary_file;
 use crate::{Error, Result};
 
 pub(super) const HINT: &str = "give a summary.csv, a requests.csv, a run folder, the output of --format json, or the file of \
@@ -40,7 +41,13 @@ fn parse(text: &str) -> Result<Vec<ArmSamples>> {
     if start.starts_with('{') || start.starts_with('[') {
         let objects = json_objects(text)?;
         if objects.first().is_some_and(|object| object.contains_key("arm")) {
-            return summaries(&objects.iter().map(plain_row).collect::<Vec<_>>());
+            let rows: Vec<Row> = objects.iter().map(plain_row).collect();
+            for (index, (object, row)) in objects.iter().zip(&rows).enumerate() {
+                let names: Vec<String> = object.keys().cloned().collect();
+                let cells = names.iter().map(|name| row.get(name).map_or("", String::as_str));
+                summary_file::check_row(&names, cells, &format!("row {}", index + 1))?;
+            }
+            return summaries(&rows);
         }
         return vllm::arms(&objects);
     }
@@ -54,7 +61,8 @@ fn parse(text: &str) -> Result<Vec<ArmSamples>> {
         let cells = names.iter().cloned().zip(record.iter().map(str::to_string));
         rows.push(cells.filter(|(_, cell)| !cell.is_empty()).collect());
     }
-    if has("arm") && has("request_throughput") {
+    if has("arm") && (has("request_throughput") || has("schema")) {
+        summary_file::check_csv(text)?;
         summaries(&rows)
     } else if has("arm") && has("intended_s") {
         requests::arms(&rows)
@@ -148,13 +156,14 @@ fn summaries(rows: &[Row]) -> Result<Vec<ArmSamples>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measure::summary::Summary;
+    use crate::measure::summary::{SCHEMA, Summary};
 
     fn summary(arm: &str, repeat: u32, throughput: f64) -> Summary {
         Summary {
             arm: arm.into(),
             repeat,
             device: "sim:fixed".into(),
+            schema: SCHEMA,
             completed: 50,
             duration_s: 10.0,
             output_throughput: Some(100.0),

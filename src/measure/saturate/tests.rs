@@ -151,9 +151,15 @@ fn a_trace_too_short_to_tell_is_not_taken_for_a_rate() {
 
 #[test]
 fn limits_that_cannot_be_told_are_refused() {
-    let short = |trial, _| Ok(Summary { completed: 50, ..queue(trial, 0.0) });
-    let error = search(&options("ttft_p99=250"), short).unwrap_err();
+    let short = |requests: usize| {
+        let run = |trial: Trial, _| Ok(Summary { completed: 50, requests, ..queue(trial, 0.0) });
+        search(&options("ttft_p99=250"), run).unwrap_err()
+    };
+    let error = short(SearchOptions::default().prompts);
     assert!(error.to_string().contains("ttft_p99") && error.hint().contains("--prompts"));
+    // More requests than the trace has cannot be asked for.
+    let error = short(50);
+    assert!(error.hint().contains("the trace has no more"), "{}", error.hint());
     assert!(search(&options(""), |trial, _| Ok(queue(trial, 0.0))).is_err());
 }
 

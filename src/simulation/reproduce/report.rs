@@ -25,7 +25,7 @@ fn percent(error: f64) -> String {
     format!("{:+.1} %", error * 100.0)
 }
 
-/// How many judged cells hold, and the median distance, by mark.
+/// How many judged cells hold, and the median distance, by mark. Cells that a parameter was chosen on are never judged.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Total {
     pub mark: Mark,
@@ -41,7 +41,7 @@ pub fn totals(cells: &[Compared]) -> Vec<Total> {
         .into_iter()
         .filter_map(|mark| {
             let of_mark = || cells.iter().filter(move |cell| cell.cell.mark == mark && cell.error.is_some());
-            let judged = || of_mark().filter(|cell| !cell.cell.gate.is_empty());
+            let judged = || of_mark().filter(|cell| is_judged(cell));
             let mut errors: Vec<f64> = of_mark().filter_map(|cell| cell.error).map(f64::abs).collect();
             errors.sort_by(f64::total_cmp);
             Some(Total {
@@ -54,6 +54,11 @@ pub fn totals(cells: &[Compared]) -> Vec<Total> {
             })
         })
         .collect()
+}
+
+fn is_judged(compared: &Compared) -> bool {
+    compared.cell.mark != Mark::Calibrated
+        && matches!(compared.verdict, Verdict::Holds | Verdict::DoesNotHold)
 }
 
 fn total_line(totals: &[Total]) -> String {
@@ -106,6 +111,14 @@ pub fn markdown(part: &PartResult) -> String {
     }
     let mut text = format!("## Part {}, simulated\n\n{table}\n\n", part.part);
     text += &format!("Total: {}.\n", total_line(&totals(&part.cells)));
+    if let Some(rig) = &part.other_rig {
+        // Reasons and artefacts are the series' rig's.
+        text += &format!(
+            "\nThe published cells are of the series' rig and {rig} is another: the distances say how far the two are apart, \
+             and nothing is judged.\n"
+        );
+        return text;
+    }
     let reasons = reasons_of(part);
     if !reasons.is_empty() {
         text += "\nWhy cells differ:\n\n";
@@ -218,13 +231,12 @@ pub fn overview(parts: &[PartResult]) -> String {
     table.set_header(["part", "cells are", "cells", "judged", "hold", "median error", "worst judged error"]);
     for part in parts {
         for total in totals(&part.cells) {
-            let calibrated = total.mark == Mark::Calibrated;
             table.add_row([
                 part.part.to_string(),
                 total.mark.as_str().to_string(),
                 total.cells.to_string(),
-                if calibrated { "-".into() } else { total.judged.to_string() },
-                if calibrated { "-".into() } else { total.holds.to_string() },
+                if total.judged == 0 { "-".into() } else { total.judged.to_string() },
+                if total.judged == 0 { "-".into() } else { total.holds.to_string() },
                 format!("{:.1} %", total.median_error * 100.0),
                 if total.judged == 0 {
                     "-".into()
@@ -235,4 +247,34 @@ pub fn overview(parts: &[PartResult]) -> String {
         }
     }
     format!("## All parts, simulated\n\n{table}\n\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::device::sim::SimDevice;
+    use crate::simulation::reproduce::run_part;
+
+    #[test]
+    fn calibrated_cells_are_judged_nowhere() {
+        let part = run_part(3, &SimDevice::parse("sim:series").unwrap(), 0).unwrap();
+        let totals = totals(&part.cells);
+        let calibrated = totals.iter().find(|total| total.mark == Mark::Calibrated).unwrap();
+        assert_eq!((calibrated.judged, calibrated.holds), (0, 0));
+        assert!(calibrated.cells > 0 && totals.iter().any(|total| total.judged > 0));
+        assert!(total_line(&totals).contains("calibrated: ") && total_line(&totals).contains("none judged"));
+    }
+
+    #[test]
+    fn cells_of_another_rig_are_not_judged() {
+        for device in ["sim:h100", "sim:series:gb_per_s=900"] {
+            let part = run_part(3, &SimDevice::parse(device).unwrap(), 0).unwrap();
+            assert!(totals(&part.cells).iter().all(|total| total.judged == 0));
+            let text = markdown(&part);
+            assert!(
+                text.contains(&format!("{device} is another")) && !text.contains("Why cells differ"),
+                "{text}"
+            );
+        }
+    }
 }

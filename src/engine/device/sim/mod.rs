@@ -112,7 +112,12 @@ impl SimDevice {
                 Error::invalid(format!("{text}: {error}"), format!("{}, series, custom", error.hint()))
             })?),
         };
-        Ok(Self::new(format!("sim:{name}"), base, figures))
+        // One name for one GPU, however it was written.
+        let id = match base {
+            Base::Gpu(known) => name.replacen(gpu, known.id, 1),
+            Base::Custom | Base::Series(_) => name.to_string(),
+        };
+        Ok(Self::new(format!("sim:{id}"), base, figures))
     }
 
     fn new(id: String, base: Base, figures: Vec<(Figure, f64)>) -> Self {
@@ -216,6 +221,7 @@ fn own_engine(read_bytes_per_s: f64, flops_per_s: f64) -> SimParameters {
 fn parse_figures(text: &str, figures: &str) -> Result<Vec<(Figure, f64)>> {
     let names: Vec<_> = Figure::ALL.iter().map(|(name, _)| *name).collect();
     let hint = || format!("figures are name=number, by comma: {}", names.join(", "));
+    let mut seen = Vec::new();
     figures
         .split(',')
         .filter(|entry| !entry.is_empty())
@@ -239,6 +245,13 @@ fn parse_figures(text: &str, figures: &str) -> Result<Vec<(Figure, f64)>> {
                     format!("{name} must be {}", if may_be_zero { "0 or more" } else { "above 0" }),
                 ));
             }
+            if seen.contains(&figure) {
+                return Err(Error::invalid(
+                    format!("{text}: {name} is given twice"),
+                    "give each figure once",
+                ));
+            }
+            seen.push(figure);
             Ok((figure, number))
         })
         .collect()
