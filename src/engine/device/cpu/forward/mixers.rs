@@ -1,5 +1,7 @@
 //! The mixers of a layer: softmax attention and the gated delta net between their input and output products.
 
+use std::cmp::Reverse;
+
 use super::{Forward, PackUnit, Upcoming, grain, grain_of};
 use crate::Result;
 use crate::engine::device::cpu::attention::{self, Attend, Prepare};
@@ -73,8 +75,13 @@ impl Forward<'_> {
                 }
             }
         }
-        // The longest contexts first, so that none is left to the end of the phase.
-        items.sort_by_key(|item| std::cmp::Reverse(batch.sequences[item.0].context + item.2.end));
+        // The longest contexts first, so that none is left to the end of the phase. Of a prompt a thread stays with a KV head, whose
+        // keys and values are then in its L2.
+        items.sort_by_key(|(which, kv_head, tokens)| {
+            let sequence = &batch.sequences[*which];
+            let end = |tokens: usize| Reverse(sequence.context + tokens);
+            (end(sequence.tokens()), *which, *kv_head, end(tokens.end))
+        });
         let space = Shared(self.buffers.threads.as_mut_ptr());
         // Runs of a few items stream on from one to the next; enough runs that threads end together.
         let threads = self.pool.threads();
