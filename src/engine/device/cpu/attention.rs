@@ -7,7 +7,7 @@
 
 use super::batch::Sequence;
 use super::cache::KvPool;
-use super::gemm::{self, MAX_TILE, Tile, max_tile};
+use super::gemm::{self, MAX_TILE, Tile, Values, max_tile};
 use super::isa::{Arch, Isa, LANES, Work};
 use super::lanes::{self, Lanes};
 use super::memory::Shared;
@@ -152,9 +152,9 @@ fn normalise<A: Arch>(head: &mut [f32], weight: &[f32], eps: f32, scratch: &mut 
 pub struct Workspace {
     /// Queries, [head_dim][rows].
     queries: Vec<f32>,
-    /// Scores, [rows][slots].
+    /// Scores, then softmax weights, [rows][slots].
     scores: Vec<f32>,
-    /// Softmax weights, [slots][rows].
+    /// Softmax weights as tiles read them, [slots][rows].
     weights: Vec<f32>,
     /// Outputs, [rows][value_stride].
     outputs: Vec<f32>,
@@ -320,6 +320,7 @@ fn attend_rows<A: Arch>(
         slot += 2 * LANES;
     }
 
+    let of_blocks = gemm::values(layer.isa, kv.element, count);
     Workspace::grow(&mut workspace.weights, slots.next_multiple_of(LANES) * count);
     let mut inverse_sums = [0f32; MAX_TILE];
     for row in 0..count {
@@ -335,9 +336,11 @@ fn attend_rows<A: Arch>(
                 }
             }
         };
-        let out = &mut workspace.weights[row..];
-        let sum = softmax::<A>(scores, valid, kv.block_tokens, block_slots, count, ahead, out);
-        inverse_sums[row] = 1.0 / sum;
+        inverse_sums[row] = 1.0 / softmax::<A>(scores, valid, kv.block_tokens, block_slots, ahead);
+        if of_blocks.is_none() {
+            let out = workspace.weights[row..].iter_mut().step_by(count);
+            out.zip(scores).for_each(|(out, weight)| *out = *weight);
+        }
     }
 
     Workspace::grow(&mut workspace.outputs, count * kv.value_stride);
@@ -345,6 +348,26 @@ fn attend_rows<A: Arch>(
     let mut slot = 0;
     while slot < slots {
         read_blocks(slot, &|slot| values_of(slot).cast_const(), value_bytes);
+        if let Some(function) = of_blocks {
+            let tokens = (slots - slot).min(BLOCKS_AT_ONCE * block_slots);
+            let starts: [_; BLOCKS_AT_ONCE] = std::array::from_fn(|block| {
+                values_of((slot + block * block_slots).min(slots - 1)).cast_const()
+            });
+            let operands = Values {
+                blocks: &starts[..tokens.div_ceil(block_slots)],
+                block_tokens: block_slots,
+                tokens,
+                width: kv.value_stride,
+                weights: workspace.scores[slot..].as_ptr(),
+                weight_stride: score_stride,
+                out: workspace.outputs.as_mut_ptr(),
+            };
+            // SAFETY: a block's value rows follow each other, and the softmax left a row of weights in each row of scores; outputs
+            // hold `count` rows of value_stride.
+            unsafe { function(&operands) };
+            slot += BLOCKS_AT_ONCE * block_slots;
+            continue;
+        }
         let value_bytes = kv.element.bytes();
         let base = values_of(slot);
         let two_on = slot + 2 * block_slots;
@@ -390,17 +413,15 @@ fn attend_rows<A: Arch>(
     }
 }
 
-/// Writes exp(score - max) of the valid slots to `out[slot * stride]`, 0 to the others, and returns the sum. `ahead(slot)`
-/// prefetches while slots `slot..slot + 16` are worked on.
+/// Makes scores exp(score - max) of the valid slots and 0 of the others, and returns the sum. `ahead(slot)` prefetches while
+/// slots `slot..slot + 16` are worked on.
 #[inline(always)]
 fn softmax<A: Arch>(
     scores: &mut [f32],
     valid: usize,
     block_tokens: usize,
     block_slots: usize,
-    stride: usize,
     ahead: impl Fn(usize),
-    out: &mut [f32],
 ) -> f32 {
     scores[valid..].fill(f32::NEG_INFINITY);
     if block_slots != block_tokens {
@@ -417,15 +438,11 @@ fn softmax<A: Arch>(
     }
     let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
     let mut sums: Lanes = [0.0; LANES];
-    for (index, (chunk, out)) in scores.chunks_exact(LANES).zip(out.chunks_mut(LANES * stride)).enumerate() {
+    for (index, chunk) in scores.chunks_exact_mut(LANES).enumerate() {
         ahead(index * LANES);
-        let mut weights: Lanes = [0.0; LANES];
         for i in 0..LANES {
-            weights[i] = lanes::exp::<A>(chunk[i] - largest);
-            sums[i] += weights[i];
-        }
-        for (slot, weight) in out.iter_mut().step_by(stride).zip(weights) {
-            *slot = weight;
+            chunk[i] = lanes::exp::<A>(chunk[i] - largest);
+            sums[i] += chunk[i];
         }
     }
     lanes::add_up(sums)

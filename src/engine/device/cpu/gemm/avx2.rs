@@ -1,9 +1,11 @@
-//! AVX2 tiles: registers of 8 rows, up to six tokens. One or two tokens take all 32 rows at once; more take 16 rows at a
+//! AVX2 tiles: registers of 8 rows, up to six tokens. Up to three tokens take all 32 rows at once; more take 16 rows at a
 //! time (12 sums fit the 16 registers), the second half of a panel then comes from the L1.
 
 use std::arch::x86_64::*;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::{Element, PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use crate::engine::device::cpu::pool::prefetch_line_to_l2;
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -15,10 +17,12 @@ pub fn dense(element: Element, tokens: usize) -> TileFn {
 }
 
 fn pick<const E: u8>(tokens: usize) -> TileFn {
+    // Pairs need a register more.
+    let three: TileFn = if E == 3 { dense_tile::<E, 3, 2> } else { dense_tile::<E, 3, 4> };
     [
         dense_tile::<E, 1, 4>,
         dense_tile::<E, 2, 4>,
-        dense_tile::<E, 3, 2>,
+        three,
         dense_tile::<E, 4, 2>,
         dense_tile::<E, 5, 2>,
         dense_tile::<E, 6, 2>,
@@ -92,12 +96,17 @@ unsafe fn add_column<const T: usize, const V: usize>(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
     let size = if E == 0 { 4 } else { 2 };
-    // The next panel comes in while this one is worked on, at an even pace: prefetches in a row are dropped.
+    // The next panel comes in while this one is worked on, at an even pace: prefetches in a row are dropped. One or two tokens are
+    // multiplied as fast as the hardware finds the stream by itself.
     let passes = 4 / V;
-    let steps = if E == 3 { tile.cols.div_ceil(2) } else { tile.cols };
-    let pace = tile.next.1.div_ceil((passes * steps).max(1));
+    let cols = if E == 3 { tile.cols.next_multiple_of(2) } else { tile.cols };
+    let pace = tile.next.1.div_ceil((passes * cols).max(1));
     for pass in 0..passes {
-        let next = tile.next.0.wrapping_add(pass * steps * pace);
+        let prefetch_next = |k: usize| {
+            if T > 2 {
+                prefetch_line_to_l2(tile.next.0.wrapping_add((pass * cols + k) * pace));
+            }
+        };
         // SAFETY: the contract of `TileFn` covers every access below.
         unsafe {
             let out = tile.out.add(pass * 8 * V);
@@ -115,22 +124,25 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
             let mut weights = [_mm256_setzero_ps(); V];
             if E == 3 {
                 let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-                let mut words = [_mm256_setzero_si256(); V];
-                for k in 0..steps {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * pace).cast());
-                    for v in 0..V {
-                        words[v] = _mm256_loadu_si256(half(v).add(k * tile.stride + 32 * within(v)).cast());
-                        weights[v] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words[v]));
+                for k in 0..cols / 2 {
+                    let pair =
+                        |v: usize| _mm256_loadu_si256(half(v).add(k * tile.stride + 32 * within(v)).cast());
+                    prefetch_next(2 * k);
+                    for (v, weight) in weights.iter_mut().enumerate() {
+                        *weight = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pair(v)));
                     }
                     add_column(&mut sums, &weights, tile.x.add(2 * k * T));
-                    for v in 0..V {
-                        weights[v] = _mm256_castsi256_ps(_mm256_and_si256(words[v], odd));
+                    // Read again: kept in registers, pairs would push sums out to memory.
+                    compiler_fence(Ordering::SeqCst);
+                    prefetch_next(2 * k + 1);
+                    for (v, weight) in weights.iter_mut().enumerate() {
+                        *weight = _mm256_castsi256_ps(_mm256_and_si256(pair(v), odd));
                     }
                     add_column(&mut sums, &weights, tile.x.add((2 * k + 1) * T));
                 }
             } else {
-                for k in 0..steps {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * pace).cast());
+                for k in 0..cols {
+                    prefetch_next(k);
                     for (v, weight) in weights.iter_mut().enumerate() {
                         *weight = load::<E>(half(v).add(k * tile.stride + 8 * size * within(v)));
                     }
@@ -146,6 +158,9 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
     }
 }
 
+/// How far ahead streams side by side are prefetched: further the hardware is faster.
+const NEAR_COLUMNS: usize = 4;
+
 /// One token times N panels side by side, each a stream of its own, which the hardware finds.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
@@ -159,10 +174,16 @@ unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
                 let odd_x = _mm256_set1_ps(*rows.x.add(2 * k + 1));
                 for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
                     for (v, sum) in sums.iter_mut().enumerate() {
-                        let words = _mm256_loadu_si256(panel.add(128 * k + 32 * v).cast());
-                        let even = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
-                        let odd = _mm256_castsi256_ps(_mm256_and_si256(words, odd));
-                        *sum = _mm256_fmadd_ps(odd, odd_x, _mm256_fmadd_ps(even, even_x, *sum));
+                        let at = panel.add(128 * k + 32 * v);
+                        if v % 2 == 0 {
+                            _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(64 * NEAR_COLUMNS).cast());
+                        }
+                        let even = _mm256_slli_epi32::<16>(_mm256_loadu_si256(at.cast()));
+                        *sum = _mm256_fmadd_ps(_mm256_castsi256_ps(even), even_x, *sum);
+                        // Read again, as in `dense_tile`.
+                        compiler_fence(Ordering::SeqCst);
+                        let odd = _mm256_and_si256(_mm256_loadu_si256(at.cast()), odd);
+                        *sum = _mm256_fmadd_ps(_mm256_castsi256_ps(odd), odd_x, *sum);
                     }
                 }
             }
@@ -171,8 +192,7 @@ unsafe fn rows<const E: u8, const N: usize>(rows: &Rows) {
             for k in 0..rows.cols {
                 let x = _mm256_set1_ps(*rows.x.add(k));
                 for (sums, panel) in sums.iter_mut().zip(&rows.panels) {
-                    // A few columns ahead: further the hardware is faster.
-                    _mm_prefetch::<_MM_HINT_T0>(panel.wrapping_add((32 * k + 128) * size).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(panel.wrapping_add(32 * (k + NEAR_COLUMNS) * size).cast());
                     for (v, sum) in sums.iter_mut().enumerate() {
                         *sum = _mm256_fmadd_ps(load::<E>(panel.add((32 * k + 8 * v) * size)), x, *sum);
                     }

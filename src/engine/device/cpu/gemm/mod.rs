@@ -38,6 +38,7 @@ mod tests;
 mod tile_rows;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+mod values;
 
 use super::isa::{self, Isa, has_vnni};
 use super::matrix::Packing;
@@ -45,6 +46,7 @@ pub use arithmetic::Arithmetic;
 pub use packed::{Activations, Packed, Tiling};
 pub use peak::Peak;
 pub use product::{Product, TileSpace, first_read, first_read_of_pair, for_each_tile};
+pub use values::{Values, values};
 
 /// Most tokens of a tile: 24 sums of 16 lanes and what they need fill the 32 AVX-512 registers.
 pub const MAX_TILE: usize = 12;
