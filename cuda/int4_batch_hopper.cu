@@ -12,7 +12,7 @@
 // Two blocks of a cluster are ACROSS, and take neighbouring tiles of W and half of x each, for both; or they are DEEP, where the
 // output is whole and tiles are few: they take half of k each of the same tile, one tile only, and exchange sums.
 //
-// To 32 rows and for groups of 128 columns and more, scales are applied to fp32 sums of 128 columns (ON_SUMS), which is less work
+// To 64 rows and for groups of 128 columns and more, scales are applied to fp32 sums of 128 columns (ON_SUMS), which is no more work
 // there, and no weight is rounded. Elsewhere they are applied to the fp16 weights: each is rounded once, as in a 16-bit checkpoint.
 // SCALES: scales of 128 columns, 1 for groups of as many and more, 4 for smaller ones.
 #include "cluster.cuh"
@@ -47,35 +47,6 @@ template <int N, int GROUPS, int SCALES> struct Ring {
                          AT_BARRIERS = AT_S + SLOTS * S;
 };
 
-// ---- d[64xN] (+)= a[64x16] b[Nx16]^T; a in registers, b in shared memory with the 16 contiguous ----
-
-#define NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define NAMES_128 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
-    "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-    "%124, %125, %126, %127"
-#define MULTIPLY(N, NAMES, A, B, ADD, ...)                                                                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", " ADD ", 1, 1, 0;"    \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)Add))
-template <bool Add> DEVICE void multiply(float (&d)[8], const u32 (&a)[4], u64 b) {
-    MULTIPLY(16, WGMMA_NAMES_8, "%8, %9, %10, %11", "%12", "%13", WGMMA_8(0));
-}
-template <bool Add> DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b) {
-    MULTIPLY(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", "%21", WGMMA_8(0), WGMMA_8(8));
-}
-template <bool Add> DEVICE void multiply(float (&d)[24], const u32 (&a)[4], u64 b) {
-    MULTIPLY(48, NAMES_24, "%24, %25, %26, %27", "%28", "%29", WGMMA_8(0), WGMMA_8(8), WGMMA_8(16));
-}
-template <bool Add> DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
-    MULTIPLY(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37", WGMMA_32(0));
-}
-template <bool Add> DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b) {
-    MULTIPLY(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69", WGMMA_32(0), WGMMA_32(32));
-}
-template <bool Add> DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b) {
-    MULTIPLY(256, NAMES_128, "%128, %129, %130, %131", "%132", "%133", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
-}
-
 // ---- shared memory ----
 
 DEVICE uint4 load_shared_16(u32 address) {
@@ -109,6 +80,11 @@ DEVICE void copy_async_arrive(u32 barrier) {
 DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- tiles ----
+
+constexpr bool on_sums(int n, int scales) { return scales == 1 && n <= 64; }
+// Whether blocks leave room for the small kernels between products, which otherwise begin only when a block has left. Two sets of
+// sums of more than 32 rows do not.
+constexpr bool leaves_room(int n, int scales) { return n <= (on_sums(64, scales) ? 32 : 64); }
 
 struct Tile {
     u32 w, x, part, begin, count; // w: of this block; steps begin.. of 128 columns
@@ -335,13 +311,13 @@ template <int N, u32 UNITS, int ROUNDS> DEVICE void put(const Int4Batch &p, cons
 
 template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void multiply_tiles(const Int4Batch &p, u32 base, u32 full, u32 empty, u32 mail) {
     typedef Ring<N, GROUPS, SCALES> R;
-    // N / 2 multiplications a thread and group for 32.
-    constexpr bool ON_SUMS = SCALES == 1 && N <= 32;
+    constexpr bool ON_SUMS = on_sums(N, SCALES);
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Lane mine;
     mine.words = base + R::AT_W + warp * (R::BLOCKS * 512) + lane_place();
     mine.scales = base + R::AT_S + warp * R::SETS * 32 + lane / 4 * 4;
     mine.zeros = base + R::AT_S + R::UNITS * R::SETS * 32 + warp * R::SETS * 8 + lane / 4;
+    asm volatile("" : "+r"(mine.words), "+r"(mine.scales), "+r"(mine.zeros)); // else they are made again for each slot
     const u64 rows = descriptor_rows(base);
     // A lane for each block that shares this one's x says that this warp is done with a slot.
     u32 release_at = address_in_block(empty, lane < ACROSS && ACROSS > 1 ? lane : cluster_rank());
@@ -365,10 +341,10 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void multi
     auto multiply_block = [&](float(&d)[N / 2], const u32(&a)[4][4], u32 slot, u32 block, bool fresh = false) {
         u64 b = rows + (slot * R::BLOCKS + block) * (R::X / 16);
         wgmma_fence();
-        if (fresh) multiply<false>(d, a[0], b);
-        else multiply<true>(d, a[0], b);
+        if (fresh) wgmma_registers<false>(d, a[0], b);
+        else wgmma_registers<true>(d, a[0], b);
 #pragma unroll
-        for (u32 q = 1; q < 4; q++) multiply<true>(d, a[q], b + 2 * q);
+        for (u32 q = 1; q < 4; q++) wgmma_registers<true>(d, a[q], b + 2 * q);
         wgmma_commit();
     };
     FOR_TILES(t) {
@@ -446,7 +422,7 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
     typedef Ring<N, GROUPS, SCALES> R;
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), full = base + R::AT_BARRIERS, empty = full + 8 * R::SLOTS, mail = empty + 8 * R::SLOTS;
-    u32 warp = threadIdx.x >> 5;
+    u32 warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); // so the compiler knows that all of a warp go the same way
     if (threadIdx.x == 32) prefetch_map(&p.w), prefetch_map(&p.x), prefetch_map(&p.y);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < R::SLOTS; i++) barrier_init(full + 8 * i, 1 + 32), barrier_init(empty + 8 * i, ACROSS * 4 * GROUPS);
@@ -462,7 +438,7 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
     else __syncthreads();
     let_next_kernel_start();
     if (warp >= 4 * GROUPS) {
-        give_registers<N <= 64 ? 48 : GROUPS == 3 ? 56 : 40>();
+        give_registers<leaves_room(N, SCALES) ? 48 : GROUPS == 3 ? 56 : 40>();
         if (warp == 4 * GROUPS) {
             if ((threadIdx.x & 31) == 0) ask<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty);
             __syncwarp();
@@ -470,7 +446,7 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
             bring_scales<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty);
         }
     } else {
-        take_registers<N <= 64 ? 112 : GROUPS == 3 ? 152 : 232>();
+        take_registers<leaves_room(N, SCALES) ? 112 : GROUPS == 3 ? 152 : 232>();
         wait_for_previous_kernel(); // else they would wait at a barrier, which takes more from the others
         multiply_tiles<N, GROUPS, ACROSS, DEEP, SCALES>(p, base, full, empty, mail);
     }
@@ -480,11 +456,11 @@ template <int N, int GROUPS, int ACROSS, int DEEP, int SCALES> DEVICE void int4_
 #ifndef GROUP_SCALES
 #define GROUP_SCALES 1
 #endif
-// To 64 rows as if a block had 128 threads more: 96 registers a thread instead of 128 leave room for the small kernels between
-// products, which otherwise begin only when a block has left.
-#define KERNEL_OF(name, n, groups, across, deep)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(128 * groups + (n <= 64 ? 256 : 128), 1) name(const __grid_constant__ Int4Batch p) { \
-        int4_batch<n, groups, across, deep, GROUP_SCALES>(p);                                                                        \
+// Which leave room are compiled as if a block had 128 threads more: 96 registers a thread instead of 128.
+#define THREADS_OF(n, groups) (128 * groups + (leaves_room(n, GROUP_SCALES) ? 256 : 128))
+#define KERNEL_OF(name, n, groups, across, deep)                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS_OF(n, groups), 1) name(const __grid_constant__ Int4Batch p) { \
+        int4_batch<n, groups, across, deep, GROUP_SCALES>(p);                                                           \
     }
 KERNEL_OF(int4_batch_16, 16, 3, 1, 1)
 KERNEL_OF(int4_batch_16_deep, 16, 3, 1, 2)

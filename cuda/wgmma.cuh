@@ -142,3 +142,32 @@ DEVICE void wgmma_64x64_rows(float (&d)[32], const u32 (&a)[4], u64 b, bool accu
                  "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
                  : WGMMA_32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
 }
+
+// d[64xN] (+)= a[64x16] b[Nx16]^T for N = 2 * (length of d); a in registers (as mma_16x8x16 has it), b in shared memory with the 16
+// contiguous. `Add` false starts from zero.
+#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_NAMES_128 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
+    "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+    "%124, %125, %126, %127"
+#define WGMMA_REGISTERS(N, NAMES, A, B, ADD, ...)                                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", " ADD ", 1, 1, 0;"    \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)Add))
+template <bool Add> DEVICE void wgmma_registers(float (&d)[8], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(16, WGMMA_NAMES_8, "%8, %9, %10, %11", "%12", "%13", WGMMA_8(0));
+}
+template <bool Add> DEVICE void wgmma_registers(float (&d)[16], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(32, WGMMA_NAMES_16, "%16, %17, %18, %19", "%20", "%21", WGMMA_8(0), WGMMA_8(8));
+}
+template <bool Add> DEVICE void wgmma_registers(float (&d)[24], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(48, WGMMA_NAMES_24, "%24, %25, %26, %27", "%28", "%29", WGMMA_8(0), WGMMA_8(8), WGMMA_8(16));
+}
+template <bool Add> DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(64, WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37", WGMMA_32(0));
+}
+template <bool Add> DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(128, WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69", WGMMA_32(0), WGMMA_32(32));
+}
+template <bool Add> DEVICE void wgmma_registers(float (&d)[128], const u32 (&a)[4], u64 b) {
+    WGMMA_REGISTERS(256, WGMMA_NAMES_128, "%128, %129, %130, %131", "%132", "%133", WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96));
+}
