@@ -174,10 +174,10 @@ fn queues(results: &RunResults) -> Vec<String> {
     let mut held: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let mut overloaded = Vec::new();
     for arm in results.arms() {
-        if let Some((limit, share)) = HeldShares::of(results.steps_of(arm)).longest() {
-            if share >= WORTH_SAYING {
-                held.entry(limit).or_default().push(format!("{arm} {}", percent(Some(share))));
-            }
+        if let Some((limit, share)) = HeldShares::of(results.steps_of(arm)).longest()
+            && share >= WORTH_SAYING
+        {
+            held.entry(limit).or_default().push(format!("{arm} {}", percent(Some(share))));
         }
         overloaded.extend(overload(results, arm));
     }
