@@ -52,6 +52,7 @@ impl ExplainFlags {
         }
         let title = format!("{}\n\n", report::overview::title(&results));
         if self.sim.is_none() && !results.has_roofs() {
+            results.arms().into_iter().try_for_each(|arm| run::require_steps(&results, arm))?;
             output::note("this device has no roofs: only what the steps themselves show");
             return output::data(&format!("{title}{}", report::why::render(&results, self.format)?));
         }

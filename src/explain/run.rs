@@ -79,6 +79,18 @@ pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<Sim
     })
 }
 
+/// # Errors
+/// [`Error::Invalid`] where no step of the arm was kept: there is nothing to explain it by.
+pub fn require_steps(results: &RunResults, arm: &str) -> Result<()> {
+    if results.steps_of(arm).next().is_some() {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        format!("{} has no steps of arm `{arm}`", results.folder.join("steps.csv").display()),
+        "an explanation is made from the steps: keep steps.csv as the run wrote it",
+    ))
+}
+
 /// Explains every finished arm of a run, or the one named; on `device`, else on what stands for the run's own.
 ///
 /// # Errors
@@ -97,13 +109,8 @@ pub fn explain_run(
         };
         let simulated = simulated_arm(results, resolved)?;
         let device = device.map_or_else(|| stand_in(results, arm, false), |device| Ok(device.clone()))?;
+        require_steps(results, arm)?;
         let steps: Vec<StepRow> = results.steps_of(arm).cloned().collect();
-        if steps.is_empty() {
-            return Err(Error::invalid(
-                format!("{} has no steps of arm `{arm}`", results.folder.join("steps.csv").display()),
-                "an explanation is made from the steps: keep steps.csv as the run wrote it",
-            ));
-        }
         let evidence = Evidence {
             arm,
             steps: &steps,

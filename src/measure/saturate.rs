@@ -285,9 +285,9 @@ fn check_support(trial: Trial, summary: &Summary, slo: &Slo) -> Result<()> {
     match short {
         Some(limit) => Err(Error::invalid(
             format!("{} cannot be told from {} requests", limit.name, summary.completed),
+            // (Fewer than were asked for: of a trace, or by --load.)
             if summary.requests < trial.prompts {
-                "the trace has no more: a p99 needs 100 requests or more, a p90 10; take a longer trace or a limit on the \
-                 mean or p50"
+                "raise --prompts, or where a trace has no more take a longer one: a p99 needs 100 requests or more, a p90 10"
             } else {
                 "raise --prompts: a p99 needs 100 requests or more, a p90 10"
             },

@@ -131,7 +131,7 @@ fn legend(results: &RunResults) -> String {
 }
 
 /// Most different loads that are told apart in words.
-const MOST_LOADS: usize = 12;
+const MOST_LOADS: usize = 16;
 
 /// The load of all arms; where they differ a line each, since figures of unlike loads are not to be compared blindly.
 fn loads(results: &RunResults) -> String {

@@ -122,7 +122,7 @@ impl Default for LoadSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(
     untagged,
-    expecting = "expected a number of requests, a rule such as { per_seat = 4, min = 48 }, or \"all\" of a replay"
+    expecting = "expected a number of requests, or a rule such as { per_seat = 4, min = 48 }, or \"all\" of a replay"
 )]
 pub enum Count {
     Exact(usize),

@@ -39,6 +39,7 @@ fn the_table_goes_to_stdout_and_the_rest_to_stderr() {
     max_num_seqs=8  42.2 MB  18.3 MB  120 kB       110 kB  0.947 G      1.00          –         –  –
 
     - max_num_seqs=1, max_num_seqs=2: bound by seats: requests waited for a seat (max_num_seqs) while a further one would have been cheap
+    - held back by seats (max_num_seqs), share of the step time: max_num_seqs=1 88 %, max_num_seqs=2 75 %
 
     How requests were served beside each other:
 

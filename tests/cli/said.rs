@@ -220,3 +220,28 @@ fn names_of_vllm_and_of_gpus_are_understood() {
     assert_eq!(row["device"], "sim:h100");
     assert!(Path::new(&env.only_result()).to_string_lossy().contains("sim-h100"));
 }
+
+#[test]
+fn cold_times_stand_beside_warm_ones_of_as_many_requests() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    env.run("run small --experiments e.toml --device sim:fixed --out r").ok();
+    let folder = env.results("r")[0].clone();
+    let report = |requests: usize| {
+        let cold = format!(
+            "arm,repeat,model,after_load,requests,duration_s,steps,first_step_ms,step_ms_p50,step_ms_p99,step_ms_max,\
+             ttft_p50_ms,ttft_p90_ms,ttft_p99_ms,ttft_max_ms,itl_p50_ms,itl_p99_ms\n\
+             max_num_seqs=1,0,synthetic:demo,true,{requests},1,9,50,5,6,50,60,61,62,63,5,6\n"
+        );
+        std::fs::write(folder.join("cold.csv"), cold).unwrap();
+        let text = env.run(&format!("report {}", folder.display())).ok().stdout;
+        text.lines().find(|line| line.starts_with("Cold, and in no row")).unwrap().to_string()
+    };
+    let few = report(2);
+    assert!(few.contains("first step 50.0 ms") && !few.contains("TTFT"), "{few}");
+    let alike = report(8);
+    assert!(
+        alike.contains("TTFT p50 60.0 and at most 63.0 ms; warm: step p50 1.00 ms, TTFT p50 29.0 ms."),
+        "{alike}"
+    );
+}
