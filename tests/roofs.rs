@@ -4,7 +4,6 @@
 use std::collections::VecDeque;
 
 use inferwall::Result;
-use inferwall::cli::flags::Format;
 use inferwall::engine::account::Ceilings;
 use inferwall::engine::clock::Clock;
 use inferwall::engine::config::{CacheDtype, EngineConfig};
@@ -13,15 +12,17 @@ use inferwall::engine::device::{Device, DeviceInfo, DeviceKind, LoadOptions, Loa
 use inferwall::engine::model::layout::ModelLayout;
 use inferwall::engine::model::weights::WeightSource;
 use inferwall::experiment::plan::PlanOptions;
-use inferwall::experiment::record::RunRecord;
-use inferwall::experiment::run::Ready;
-use inferwall::experiment::runner::{Ending, Progress};
 use inferwall::experiment::spec::Rig;
 use inferwall::experiment::sweep;
 use inferwall::explain::compare;
 use inferwall::explain::run::explain_run;
-use inferwall::report::export;
-use inferwall::report::results::RunResults;
+use inferwall::report::format::Format;
+use inferwall::report::{self, export};
+use inferwall::results::RunResults;
+use inferwall::results::record::RunRecord;
+use inferwall::run::Ready;
+use inferwall::run::progress::Progress;
+use inferwall::run::runner::Ending;
 
 /// Gives the true ceilings times a factor: one for the measurement at the start, then those of a script, one a reading.
 struct Wandering {
@@ -212,7 +213,7 @@ fn an_arm_is_simulated_on_the_ceilings_of_arms_like_it() {
     assert_eq!(bandwidths(&results), [(0.75, vec![one.clone(), two.clone()])]);
     results.record.plan.arms[1].engine.threads = Some(1);
     assert_eq!(bandwidths(&results), [(1.0, vec![one.clone()]), (0.5, vec![two.clone()])]);
-    let section = compare::section(&results, Format::Table);
+    let section = report::compare::section(&results, Format::Table);
     assert!(section.contains(" for max_num_seqs=1; sim:custom:"), "{section}");
     // An explanation asks "what if" of the same device.
     let explained = explain_run(&results, None, Some(&two), true).unwrap();

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
-use crate::report::numbers::number;
-use crate::report::results::RunResults;
+use crate::numbers::number;
+use crate::report::format::Format;
 use crate::report::table;
+use crate::results::RunResults;
 use crate::simulation::calibrate::{Residuals, calibrate};
 use crate::{Error, Result};
 

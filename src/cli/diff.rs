@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
 use crate::measure::compare::{self, DiffRow};
 use crate::measure::verdict::Verdict;
-use crate::report::numbers::{DASH, number};
+use crate::numbers::{DASH, number};
+use crate::report::format::Format;
 use crate::report::table;
 use crate::{Error, Result};
 

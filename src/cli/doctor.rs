@@ -5,17 +5,17 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::{Map, Value, json};
 
-use super::flags::Format;
 use super::output;
 use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::device::cpu::CpuDevice;
 use crate::engine::device::{Device, cuda};
-use crate::experiment::record::build_id;
 use crate::hardware;
 use crate::measure::roofs;
-use crate::report::numbers::{bytes, number};
+use crate::numbers::{bytes, number};
+use crate::report::format::Format;
 use crate::report::table;
+use crate::results::record::build_id;
 
 #[derive(Debug, Args)]
 pub struct DoctorFlags {

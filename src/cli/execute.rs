@@ -2,20 +2,21 @@
 
 use std::path::{Path, PathBuf};
 
-use super::flags::{Format, RunOutputFlags};
+use super::flags::RunOutputFlags;
 use super::output;
 use super::progress::Bar;
-use crate::experiment::claims::{self, Outcome};
-use crate::experiment::device;
-use crate::experiment::folder::{RUN_FILE, ResultsFolder};
 use crate::experiment::plan::PlanOptions;
-use crate::experiment::record::RunRecord;
-use crate::experiment::run::{Ready, Run};
-use crate::experiment::runner::Ending;
 use crate::experiment::sweep::{self, SATURATE, SWEEP};
 use crate::explain::compare;
-use crate::report::results::RunResults;
-use crate::report::{consumers, export, json};
+use crate::report::format::Format;
+use crate::report::{self, consumers, export, json};
+use crate::results::RunResults;
+use crate::results::claims::{self, Outcome};
+use crate::results::folder::{RUN_FILE, ResultsFolder};
+use crate::results::record::RunRecord;
+use crate::run::device;
+use crate::run::runner::Ending;
+use crate::run::{Ready, Run};
 use crate::{Error, Result, interrupt};
 
 /// Where runs go unless `--out` says otherwise.
@@ -88,7 +89,7 @@ fn compare_with_simulation(folder: &ResultsFolder, format: Format) -> Result<()>
     if compare::by_default(&results) {
         return Ok(());
     }
-    let text = compare::section(&results, format);
+    let text = report::compare::section(&results, format);
     match format {
         Format::Table | Format::Md => output::data(&format!("\n{text}")),
         // Data on stdout stays what it is.

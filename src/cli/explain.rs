@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
 use crate::engine::device::sim::SimDevice;
 use crate::explain::{compare, run, text};
-use crate::report::results::RunResults;
+use crate::report::format::Format;
+use crate::results::RunResults;
 use crate::{Error, Result, report};
 
 #[derive(Debug, Args)]
@@ -78,7 +78,7 @@ impl ExplainFlags {
             return json(&all.rows);
         }
         output::note(&format!("simulated on {}", all.devices_in_words()));
-        output::data(&compare::draw(&all.rows, self.format)?)
+        output::data(&report::compare::draw(&all.rows, self.format)?)
     }
 }
 

@@ -3,18 +3,11 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use crate::experiment::plan::PlanOptions;
+use crate::report::format::Format;
 use crate::{Error, Result};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Format {
-    Table,
-    Json,
-    Csv,
-    Md,
-}
 
 /// Where experiments are read from.
 #[derive(Debug, Clone, Args)]

@@ -9,8 +9,7 @@ use crate::engine::config::EngineConfig;
 use crate::engine::request::{Request, SamplingParams};
 use crate::engine::step_report::Event;
 use crate::engine::tokenizer::Tokenizer;
-use crate::experiment::interrupt;
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 #[derive(Debug, Args)]
 pub struct GenerateFlags {

@@ -3,10 +3,11 @@
 use clap::Args;
 use serde_json::json;
 
-use super::flags::{ExperimentsFlag, Format};
+use super::flags::ExperimentsFlag;
 use super::output;
 use crate::Result;
 use crate::experiment::spec::{self, ExperimentSpec};
+use crate::report::format::Format;
 use crate::report::table;
 
 #[derive(Debug, Args)]

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::flags::Format;
 use super::{execute, output};
-use crate::experiment::folder::{KERNELS_FILE, ResultsFolder};
-use crate::experiment::journal::{FinishedCell, JOURNAL, Journal};
 use crate::experiment::plan::{Arm, Cell};
-use crate::experiment::record::{self, RunRecord, Status};
-use crate::report::csv::Rows;
+use crate::report::format::Format;
+use crate::results::csv::Rows;
+use crate::results::folder::{KERNELS_FILE, ResultsFolder};
+use crate::results::journal::{FinishedCell, JOURNAL, Journal};
+use crate::results::record::{self, RunRecord, Status};
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]

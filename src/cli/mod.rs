@@ -26,7 +26,7 @@ pub mod usage;
 use clap::{Parser, Subcommand};
 
 use crate::Result;
-use crate::experiment::record::command_line;
+use crate::results::record::command_line;
 
 /// Below the list of commands.
 const BEGIN: &str = "Begin with `inferwall doctor` and `inferwall run part3-batching-cliff --quick`: a real engine and a small model \
@@ -87,7 +87,7 @@ pub fn parse() -> Result<Arguments> {
 /// # Errors
 /// Whatever the command failed with; its exit code is [`crate::Error::exit_code`].
 pub fn run(arguments: Arguments) -> Result<()> {
-    crate::experiment::record::seconds_since_start();
+    crate::results::record::seconds_since_start();
     crate::interrupt::install()?;
     match arguments.command {
         Command::List(flags) => flags.run(),

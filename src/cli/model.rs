@@ -8,12 +8,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::flags::Format;
 use super::output;
 use crate::engine::model::hub::Hub;
 use crate::engine::model::{ModelRef, OpenOptions, save, synthetic_layout};
-use crate::experiment::interrupt;
-use crate::{Error, Result};
+use crate::report::format::Format;
+use crate::{Error, Result, interrupt};
 
 #[derive(Debug, Args)]
 pub struct ModelFlags {

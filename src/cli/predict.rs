@@ -2,14 +2,14 @@
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
 use crate::engine::config::{EngineConfig, KvLayout};
 use crate::engine::device::Device;
 use crate::engine::device::sim::SimDevice;
 use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::knobs;
-use crate::report::numbers::{bytes, number, optional};
+use crate::numbers::{bytes, number, optional};
+use crate::report::format::Format;
 use crate::report::table;
 use crate::simulation::SimulatedArm;
 use crate::simulation::predict::{Prediction, predict};

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::output;
-use crate::experiment::runner::Progress;
+use crate::run::progress::Progress;
 
 pub struct Bar {
     bar: Option<ProgressBar>,

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
-use crate::experiment::claims;
-use crate::experiment::folder::ResultsFolder;
-use crate::report::results::RunResults;
+use crate::report::format::Format;
 use crate::report::{export, json};
+use crate::results::RunResults;
+use crate::results::claims;
+use crate::results::folder::ResultsFolder;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]
@@ -56,7 +56,7 @@ impl ReportFlags {
         match self.format {
             Format::Json => output::data(&json::array(&rows)?),
             Format::Csv => {
-                let text = crate::report::csv::rows(&rows)?;
+                let text = crate::results::csv::rows(&rows)?;
                 output::data(&(text.header + &text.rows))
             }
             Format::Table | Format::Md => Ok(()),

@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use clap::Args;
 
-use super::flags::Format;
 use super::output;
 use crate::engine::device::sim::SimDevice;
+use crate::report::format::Format;
 use crate::simulation::reproduce::{self, Mark, PARTS, PartResult, Verdict, mechanisms, report};
 use crate::{Error, Result};
 
@@ -55,7 +55,7 @@ impl ReproduceFlags {
         };
         let mut results = Vec::new();
         for &part in &parts {
-            crate::experiment::interrupt::check()?;
+            crate::interrupt::check()?;
             let began = Instant::now();
             let mut result = reproduce::run_part(part, &device, self.seed)?;
             let took_s = began.elapsed().as_secs_f64();

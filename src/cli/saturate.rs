@@ -4,21 +4,23 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::flags::{Format, PlanFlags};
+use super::flags::PlanFlags;
 use super::progress::Bar;
 use super::{execute, output};
 use crate::engine::config::KvLayout;
-use crate::experiment::device;
-use crate::experiment::folder::ResultsFolder;
 use crate::experiment::plan::{self, Cell, Plan, PlanOptions, SearchSpan};
-use crate::experiment::prepare::{Prepared, prepare_more};
-use crate::experiment::record::{self, RunRecord, Status};
-use crate::experiment::run::{Ready, Run};
-use crate::experiment::runner::Progress;
 use crate::experiment::sweep::{self, SATURATE};
 use crate::measure::saturate::{SearchOptions, Trial, search};
 use crate::measure::summary::Summary;
 use crate::report;
+use crate::report::format::Format;
+use crate::results::csv;
+use crate::results::folder::ResultsFolder;
+use crate::results::record::{self, RunRecord, Status};
+use crate::run::device;
+use crate::run::prepare::{Prepared, prepare_more};
+use crate::run::progress::Progress;
+use crate::run::{Ready, Run};
 use crate::workload::slo::Slo;
 use crate::workload::spec::{Count, MOST_REQUESTS};
 use crate::{Error, Result, interrupt};
@@ -185,7 +187,7 @@ fn resume(ready: Ready, path: &Path, earlier: &RunRecord, bar: &mut Bar) -> Resu
 /// The row that a finished cell left.
 fn finished_row(folder: &ResultsFolder, arm: &str, repeat: u32) -> Result<Summary> {
     let path = folder.file("summary.csv");
-    let rows: Vec<Summary> = report::csv::read(&path)?;
+    let rows: Vec<Summary> = csv::read(&path)?;
     rows.into_iter().find(|row| row.arm == arm && row.repeat == repeat).ok_or_else(|| {
         Error::invalid(
             format!("{} has no row of arm `{arm}`, repeat {repeat}, which cells.jsonl names", path.display()),

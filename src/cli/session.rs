@@ -14,9 +14,11 @@ use crate::engine::config::{CpuMath, EngineConfig};
 use crate::engine::device::{Device, DeviceKind, LoadOptions, Model};
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
-use crate::experiment::runner::Progress;
-use crate::experiment::{device, knobs};
-use crate::report::numbers::{bytes, duration};
+use crate::experiment::knobs;
+use crate::measure::roofs::NO_CEILINGS;
+use crate::numbers::{bytes, duration};
+use crate::run::device;
+use crate::run::progress::Progress;
 use crate::{Error, Result};
 
 /// Flags that choose model, device and engine.
@@ -189,7 +191,7 @@ impl Checked {
         }
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
-        let engine = Engine::new(model.as_ref(), pools, self.config, device::NO_CEILINGS, clock)?;
+        let engine = Engine::new(model.as_ref(), pools, self.config, NO_CEILINGS, clock)?;
         Ok(OpenModel { engine, _model: model, device: self.device, opened: self.opened })
     }
 }

@@ -2,18 +2,21 @@
 
 use clap::Args;
 
-use super::flags::{ExperimentsFlag, Format, PartFlags, PlanFlags};
+use super::flags::{ExperimentsFlag, PartFlags, PlanFlags};
 use super::output;
 use crate::Result;
 use crate::engine::config::EngineConfig;
 use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::experiment::estimate;
 use crate::experiment::plan::{Arm, Plan, PlanOptions};
-use crate::experiment::prepare::prepare;
 use crate::experiment::spec::Rig;
-use crate::experiment::{claims, device, sweep};
-use crate::report::numbers::{bytes, duration};
+use crate::experiment::sweep;
+use crate::numbers::{bytes, duration};
+use crate::report::format::Format;
 use crate::report::{json, table};
+use crate::results::claims;
+use crate::run::device;
+use crate::run::prepare::prepare;
 
 #[derive(Debug, Args)]
 pub struct ShowFlags {

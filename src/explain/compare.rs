@@ -4,16 +4,13 @@ use serde::Serialize;
 
 use super::run::{simulated_arm, stand_in};
 use crate::Result;
-use crate::cli::flags::Format;
 use crate::engine::device::sim::SimDevice;
 use crate::engine::device::{Device, DeviceKind};
 use crate::hardware;
 use crate::measure::quantile::Distribution;
 use crate::measure::recorder::RequestRecord;
 use crate::measure::summary::Summary;
-use crate::report::numbers::{optional, percent};
-use crate::report::results::RunResults;
-use crate::report::table;
+use crate::results::RunResults;
 use crate::simulation::SimulatedRun;
 
 /// One figure of one arm.
@@ -111,40 +108,4 @@ pub fn compare(results: &RunResults, device: Option<&SimDevice>, only: Option<&s
 pub fn by_default(results: &RunResults) -> bool {
     let device = &results.record.device;
     device.kind == DeviceKind::Cuda && hardware::by_product_name(&device.name).is_some()
-}
-
-/// The comparison as a section of a report. What cannot be simulated is said in a line: a report must not fail for it.
-pub fn section(results: &RunResults, format: Format) -> String {
-    let rendered = compare(results, None, None).and_then(|all| {
-        let table = draw(&all.rows, format)?;
-        Ok(format!("Measured beside simulated ({}):\n\n{table}", all.devices_in_words()))
-    });
-    match rendered {
-        Ok(text) => text,
-        Err(error) => format!("Measured beside simulated: {error}\n"),
-    }
-}
-
-/// A row a figure; plain numbers in csv.
-///
-/// # Errors
-/// Never on rows of [`compare`].
-pub fn draw(rows: &[SimComparison], format: Format) -> Result<String> {
-    let plain = format == Format::Csv;
-    let shown = |value: Option<f64>| {
-        if plain { value.map_or(String::new(), |value| value.to_string()) } else { optional(value) }
-    };
-    let cells: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            vec![
-                row.arm.clone(),
-                row.metric.to_string(),
-                shown(row.measured),
-                shown(row.simulated),
-                if plain { shown(row.error) } else { percent(row.error) },
-            ]
-        })
-        .collect();
-    table::render(format, &["arm", "metric", "measured", "simulated", "error"], &cells, &[2, 3, 4])
 }

@@ -7,7 +7,6 @@ pub mod counterfactual;
 pub mod run;
 pub mod shares;
 pub mod text;
-pub mod walls;
 
 use serde::Serialize;
 
@@ -16,10 +15,10 @@ use crate::engine::account::{Ceilings, CostModel};
 use crate::engine::device::sim::SimDevice;
 use crate::measure::rows::{KernelRow, StepRow};
 use crate::simulation::SimulatedArm;
+use crate::simulation::walls::{self, Wall};
 
 pub use counterfactual::{Check, Counterfactual};
 pub use shares::{HeldShares, TimeShares};
-pub use walls::Wall;
 
 /// What there is to go by: one arm's steps (all repeats), what it ran, and a simulated device to ask "what if" on.
 pub struct Evidence<'a> {

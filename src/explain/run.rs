@@ -4,11 +4,10 @@ use crate::engine::config::CacheDtype;
 use crate::engine::device::DeviceKind;
 use crate::engine::device::sim::SimDevice;
 use crate::engine::model::{ModelRef, OpenOptions, open};
-use crate::experiment::record::ResolvedArm;
 use crate::hardware;
 use crate::measure::rows::StepRow;
-use crate::report::consumers;
-use crate::report::results::RunResults;
+use crate::results::RunResults;
+use crate::results::record::ResolvedArm;
 use crate::simulation::SimulatedArm;
 use crate::{Error, Result};
 
@@ -105,7 +104,7 @@ pub fn explain_run(
             steps: &steps,
             duration_s: summaries.iter().map(|summary| summary.duration_s).sum(),
             bound_by: summaries.first().map_or("", |summary| summary.bound_by.as_str()),
-            largest_kernels: consumers::largest(results, arm).into_iter().cloned().collect(),
+            largest_kernels: results.largest_kernels(arm).into_iter().cloned().collect(),
             ceilings: results.record.typical_ceilings(|name| name == arm),
             simulated: &simulated,
             device: &device,

@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn without_ceilings_there_is_no_floor() {
-        let rows = kernel_rows(&record(), "a", 0, &crate::experiment::device::NO_CEILINGS);
+        let rows = kernel_rows(&record(), "a", 0, &crate::measure::roofs::NO_CEILINGS);
         assert!(rows.iter().all(|row| row.of_floor.is_none() && row.floor_ms == 0.0));
     }
 }

@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_packed_trace_is_json_with_named_tracks() {
-        let ceilings = crate::experiment::device::NO_CEILINGS;
+        let ceilings = crate::measure::roofs::NO_CEILINGS;
         let mut trace = ChromeTrace::default();
         trace.add("a=1", &ArmRecord::default(), &ceilings);
         let json = unpack(&trace);
@@ -211,7 +211,7 @@ mod tests {
         };
         let mut decode = step(StepKind::Decode, 0.0, 0.010);
         decode.report.kernels = vec![kernel(0.0, 0.004), kernel(0.002, 0.006), kernel(0.004, 0.008)];
-        let ceilings = Ceilings { read_bytes_per_s: 1e9, ..crate::experiment::device::NO_CEILINGS };
+        let ceilings = Ceilings { read_bytes_per_s: 1e9, ..crate::measure::roofs::NO_CEILINGS };
         let mut trace = ChromeTrace::default();
         trace.add("a", &record_of(Vec::new(), vec![decode]), &ceilings);
         let json = unpack(&trace);

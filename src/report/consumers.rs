@@ -1,34 +1,24 @@
 //! The largest consumers of a step, from the kernels of a traced pass.
 
-use super::numbers::{DASH, bytes, number, percent};
-use super::results::RunResults;
+use super::format::Format;
 use super::table;
 use crate::Result;
-use crate::cli::flags::Format;
 use crate::measure::kernels::{BETWEEN, dominant};
 use crate::measure::rows::KernelRow;
-
-/// Kernels listed for an arm.
-pub const LARGEST: usize = 5;
+use crate::numbers::{DASH, bytes, number, percent};
+use crate::results::LARGEST_KERNELS;
+use crate::results::RunResults;
 
 const HEADER: [&str; 10] =
     ["arm", "step", "kernel", "launches", "ms", "of step", "bytes", "per s", "floor ms", "of floor"];
 const RIGHT: [usize; 7] = [3, 4, 5, 6, 7, 8, 9];
-
-/// The largest kernels of the kind of step that took most of the arm's traced time.
-pub fn largest<'a>(results: &'a RunResults, arm: &str) -> Vec<&'a KernelRow> {
-    let mut rows = dominant(&results.kernels, arm);
-    rows.retain(|row| row.kernel != BETWEEN);
-    rows.truncate(LARGEST);
-    rows
-}
 
 /// `None` for a run that was not traced.
 pub fn render(results: &RunResults, format: Format) -> Result<Option<String>> {
     let mut rows = Vec::new();
     for arm in results.arms() {
         let all = dominant(&results.kernels, arm);
-        let largest = largest(results, arm);
+        let largest = results.largest_kernels(arm);
         let Some(first) = largest.first() else { continue };
         let step_ms: f64 = all.iter().map(|row| row.time_ms).sum();
         let between: f64 = all.iter().filter(|row| row.kernel == BETWEEN).map(|row| row.time_ms).sum();
@@ -63,7 +53,7 @@ pub fn render(results: &RunResults, format: Format) -> Result<Option<String>> {
     }
     let table = table::render(format, &HEADER, &rows, &RIGHT)?;
     Ok(Some(format!(
-        "The {LARGEST} largest consumers of a step, means over the steps of a traced pass, which is none of the measured ones. A \
+        "The {LARGEST_KERNELS} largest consumers of a step, means over the steps of a traced pass, which is none of the measured ones. A \
          kernel may start while the one in front of it still runs: its time here begins where that one ended, so that times add \
          up to the step. Its floor is what its own bytes and FLOPs take at the measured ceilings; data still in a cache can beat \
          it:\n\n{table}"

@@ -1,13 +1,13 @@
 //! The whole report as text, and the report files of a folder.
 
+use super::format::Format;
 use super::html;
-use super::results::RunResults;
 use super::{markdown, overview, service, why};
 use crate::Result;
-use crate::cli::flags::Format;
-use crate::experiment::claims::{self, Outcome, Verdict};
-use crate::experiment::record::RunRecord;
 use crate::explain::compare;
+use crate::results::RunResults;
+use crate::results::claims::{self, Outcome, Verdict};
+use crate::results::record::RunRecord;
 
 /// Table, explanation and claims, for a terminal or as Markdown.
 pub fn text(results: &RunResults, format: Format) -> Result<String> {
@@ -15,7 +15,7 @@ pub fn text(results: &RunResults, format: Format) -> Result<String> {
     text += &format!("\n{}", why::render(results, format)?);
     text += &format!("\n{}", service::render(results, format)?);
     if compare::by_default(results) {
-        text += &format!("\n{}", compare::section(results, format));
+        text += &format!("\n{}", super::compare::section(results, format));
     }
     text += &claims_text(&results.record, format == Format::Md);
     Ok(text)

@@ -1,11 +1,11 @@
 //! report.html: one self-contained file with table, plots, explanation and claims.
 
-use super::numbers::grouped;
-use super::results::RunResults;
+use super::format::Format;
 use super::{overview, plots, why};
 use crate::Result;
-use crate::cli::flags::Format;
-use crate::experiment::claims::{self, Verdict};
+use crate::numbers::grouped;
+use crate::results::RunResults;
+use crate::results::claims::{self, Verdict};
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}\
 table{border-collapse:collapse;margin:1rem 0}th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:right}\

@@ -1,9 +1,9 @@
 //! report.md.
 
-use super::results::RunResults;
+use super::format::Format;
 use super::{export, overview};
 use crate::Result;
-use crate::cli::flags::Format;
+use crate::results::RunResults;
 
 pub fn report(results: &RunResults) -> Result<String> {
     let record = &results.record;

@@ -1,17 +1,16 @@
-//! What a run says: one exporter a file. All of them read the same [`results::RunResults`], so a report can be made
+//! What a run says: one exporter a file. All of them read the same [`crate::results::RunResults`], so a report can be made
 //! again from a folder at any time.
 
 pub mod chrome_trace;
+pub mod compare;
 pub mod consumers;
-pub mod csv;
 pub mod export;
+pub mod format;
 pub mod html;
 pub mod json;
 pub mod markdown;
-pub mod numbers;
 pub mod overview;
 pub mod plots;
-pub mod results;
 pub mod saturate;
 pub mod service;
 pub mod step_model;

@@ -1,14 +1,14 @@
 //! The before/after table: a row an arm, each figure the median over its repeats, set against the baseline.
 
-use super::numbers::{DASH, number, optional, percent, ratio};
-use super::results::RunResults;
+use super::format::Format;
 use super::table;
 use crate::Result;
-use crate::cli::flags::Format;
-use crate::experiment::record::RunRecord;
 use crate::hardware;
 use crate::measure::quantile::supported;
 use crate::measure::summary::Summary;
+use crate::numbers::{DASH, number, optional, percent, ratio};
+use crate::results::RunResults;
+use crate::results::record::RunRecord;
 
 pub const HEADER: [&str; 13] = [
     "arm", "req/s", "tok/s", "vs base", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "E2E p50", "running",

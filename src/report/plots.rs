@@ -2,8 +2,8 @@
 
 use plotters::prelude::*;
 
-use super::results::RunResults;
 use crate::measure::step_fit;
+use crate::results::RunResults;
 use crate::{Error, Result};
 
 const SIZE: (u32, u32) = (640, 360);
@@ -74,7 +74,7 @@ fn bars(title: &str, values: &[(String, f64)], log: bool) -> Result<Plot> {
             .disable_x_mesh()
             .x_labels(values.len() * 2 + 1)
             .x_label_formatter(&label)
-            .y_label_formatter(&|y| super::numbers::number(if log { 10f64.powf(*y) } else { *y }))
+            .y_label_formatter(&|y| crate::numbers::number(if log { 10f64.powf(*y) } else { *y }))
             .draw()
             .map_err(failed)?;
         let bars = values.iter().enumerate().map(|(index, (_, value))| {

@@ -3,12 +3,13 @@
 use serde::Serialize;
 use serde_json::json;
 
-use super::numbers::{DASH, number, optional};
-use super::{csv, table};
-use crate::cli::flags::Format;
+use super::format::Format;
+use super::table;
 use crate::measure::saturate::{CONFIDENCE, Judged, Judgement, Saturation};
 use crate::measure::statistics::mean;
 use crate::measure::summary::Summary;
+use crate::numbers::{DASH, number, optional};
+use crate::results::csv;
 use crate::workload::rate::Rate;
 use crate::{Error, Result};
 

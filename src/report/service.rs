@@ -1,12 +1,12 @@
 //! How a run served its requests beside each other: interference, fairness, what a victim of an injection saw, and the
 //! cold start that no row holds. From checks.csv, populations.csv and cold.csv; each figure is the median over an arm's repeats.
 
-use super::numbers::{self, optional, percent};
-use super::results::RunResults;
+use super::format::Format;
 use super::table;
 use crate::Result;
-use crate::cli::flags::Format;
 use crate::measure::summary::Summary;
+use crate::numbers::{self, optional, percent};
+use crate::results::RunResults;
 
 /// The population that says what a stream's reader lives through while prompts are injected.
 const VICTIMS: &str = "victim_window_itl";

@@ -4,14 +4,14 @@
 //!
 //! A line is fitted to each part over the same batch sizes as to the whole, so the parts of both terms add up.
 
-use super::numbers::{DASH, bytes, number, optional};
-use super::results::RunResults;
+use super::format::Format;
 use super::table;
 use crate::Result;
-use crate::cli::flags::Format;
 use crate::engine::account::Ceilings;
 use crate::measure::rows::StepRow;
 use crate::measure::step_fit::{self, StepFit};
+use crate::numbers::{DASH, bytes, number, optional};
+use crate::results::RunResults;
 
 /// Milliseconds that all sequences share, and that each one adds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -158,7 +158,7 @@ pub fn render(results: &RunResults, format: Format) -> Result<String> {
 fn moved_row(results: &RunResults, model: &str, step: &StepBytes) -> Vec<String> {
     let record = results.record.models.iter().find(|record| record.reference == model);
     let arm = results.record.arms.iter().find(|arm| arm.model == model);
-    let seats = |layout: fn(&crate::experiment::record::Seats) -> Option<usize>| {
+    let seats = |layout: fn(&crate::results::record::Seats) -> Option<usize>| {
         arm.and_then(|arm| layout(&arm.seats)).map_or(DASH.to_string(), |seats| seats.to_string())
     };
     let moved = |value: f64| if value > 0.0 { bytes(value) } else { DASH.to_string() };

@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
-use crate::cli::flags::Format;
+use super::format::Format;
 use crate::{Error, Result};
 
 /// Draws rows under a header; `right` lists the columns to align to the right. JSON is not made from tables.

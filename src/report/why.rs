@@ -3,13 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use super::numbers::{DASH, bytes, median, number, optional, percent};
-use super::results::RunResults;
+use super::format::Format;
 use super::{consumers, overview, step_model, table};
 use crate::Result;
-use crate::cli::flags::Format;
 use crate::measure::rows::StepRow;
 use crate::measure::step_fit::StepFit;
+use crate::numbers::{DASH, bytes, median, number, optional, percent};
+use crate::results::RunResults;
 
 /// What an arm moved and computed for each generated token, and how near it came to its floor.
 #[derive(Debug, Clone, Default, PartialEq)]

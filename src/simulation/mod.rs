@@ -4,6 +4,7 @@
 pub mod calibrate;
 pub mod predict;
 pub mod reproduce;
+pub mod walls;
 
 use crate::Result;
 use crate::engine::Engine;

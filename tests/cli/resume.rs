@@ -230,6 +230,8 @@ fn arms(folder: &Path) -> Vec<String> {
 #[test]
 fn other_arms_are_run_where_a_folder_is_continued_by_force() {
     let env = small();
+    // (With roofs, so that arms are explained by simulations.)
+    const RUN: &str = "run small --experiments e.toml --device sim:h100";
     env.run(&format!("{RUN} --values 1,2 --repeats 1")).ok();
     let folder = env.only_result();
     let shown = folder.display().to_string();

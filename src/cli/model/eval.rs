@@ -8,10 +8,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::super::flags::Format;
 use super::super::{output, session};
 use crate::engine::config::EngineConfig;
-use crate::experiment::prepare::weights_word;
+use crate::report::format::Format;
+use crate::run::prepare::weights_word;
 use crate::{Error, Result};
 
 #[derive(Debug, Args)]

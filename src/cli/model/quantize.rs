@@ -11,9 +11,8 @@ use crate::engine::model::OpenedModel;
 use crate::engine::model::quantize::inputs::Inputs;
 use crate::engine::model::quantize::{self, Calibrate, FileFormat, Options, Progress, Written};
 use crate::engine::tokenizer::Tokenizer;
-use crate::experiment::interrupt;
-use crate::experiment::runner::Progress as _;
-use crate::{Error, Result};
+use crate::run::progress::Progress as _;
+use crate::{Error, Result, interrupt};
 
 /// Calibration runs windows of this many tokens, at most so many of them, and keeps one row of activations in eight.
 const WINDOW: usize = 512;

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
+use super::csv::Rows;
 use super::journal::{FinishedCell, JOURNAL, Journal};
-use crate::report::csv::Rows;
 use crate::{Error, Result};
 
 pub const RUN_FILE: &str = "run.json";

@@ -9,8 +9,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Arm, Cell};
 use super::record::RunRecord;
+use crate::experiment::plan::{Arm, Cell};
 use crate::{Error, Result};
 
 pub const JOURNAL: &str = "cells.jsonl";

@@ -6,19 +6,17 @@
 
 use std::time::Instant;
 
-use super::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
-use super::journal::FinishedCell;
-use super::plan::{Arm, Cell, Plan};
 use super::prepare::{self, Prepared, PreparedArm, weights_word};
+use super::progress::Progress;
 use super::quality;
-use super::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
-use super::sweep::SWEEP;
 use super::warm::{WarmUp, warm_up};
 use crate::engine::Engine;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{CachePlan, Device, DeviceKind, LoadOptions, Model};
+use crate::experiment::plan::{Arm, Cell, Plan};
+use crate::experiment::sweep::SWEEP;
 use crate::measure::checks::check_rows;
 use crate::measure::drive::{Submission, drive};
 use crate::measure::kernels::kernel_rows;
@@ -31,21 +29,14 @@ use crate::measure::summarize::{Conditions, summarize};
 use crate::measure::summary::{ArmLabel, Summary};
 use crate::measure::target::Embedded;
 use crate::report::chrome_trace::ChromeTrace;
-use crate::report::csv::{self, Rows, rows};
 use crate::report::overview;
+use crate::results::csv::{self, Rows, rows};
+use crate::results::folder::{KERNELS_FILE, RUN_FILE, ResultsFolder};
+use crate::results::journal::FinishedCell;
+use crate::results::record::{self, ColdStart, RunRecord, SkippedArm, build_id};
 use crate::workload::rate::Rate;
 use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result, interrupt};
-
-/// How a run tells of its progress. Nothing of it is data.
-pub trait Progress {
-    /// The `position`th of `of` cells begins: `total` answers are expected.
-    fn begin(&mut self, position: usize, of: usize, what: &str, total: u64);
-    fn advance(&mut self, done: u64);
-    fn line(&mut self, text: &str);
-    fn warning(&mut self, text: &str);
-    fn end(&mut self);
-}
 
 pub struct Runner<'a> {
     pub plan: &'a Plan,

@@ -1,21 +1,11 @@
 //! `--device`, turned into a device in one place: what `auto` picks, and why.
 
-use super::spec::Rig;
-use crate::engine::account::Ceilings;
 use crate::engine::device::cpu::{CpuDevice, MEMORY_LACK};
 use crate::engine::device::sim::SimDevice;
 use crate::engine::device::sim::fixed::FixedDevice;
 use crate::engine::device::{Device, DeviceKind, cuda};
+use crate::experiment::spec::Rig;
 use crate::{Error, Result};
-
-/// Ceilings of a device that is not judged.
-pub const NO_CEILINGS: Ceilings = Ceilings {
-    read_bytes_per_s: f64::INFINITY,
-    copy_bytes_per_s: f64::INFINITY,
-    flops_per_s: f64::INFINITY,
-    launch_s: 0.0,
-    measured: false,
-};
 
 /// The model a command works on when none is named.
 pub fn default_model(kind: DeviceKind) -> &'static str {

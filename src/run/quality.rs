@@ -1,13 +1,13 @@
 //! The price of quantisation in a run that compares models: perplexity of the built-in passage, once a model with real
 //! weights is on the device.
 
-use super::device::NO_CEILINGS;
 use crate::engine::Engine;
 use crate::engine::cache::plan::plan_cache;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Device, LoadOptions, Model};
 use crate::engine::model::OpenedModel;
 use crate::engine::tokenizer::Tokenizer;
+use crate::measure::roofs::NO_CEILINGS;
 use crate::workload::prompts::PASSAGE;
 use crate::{Error, Result};
 

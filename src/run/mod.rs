@@ -1,21 +1,28 @@
 //! The life of a run, whichever command asks for it: device and models are opened and checked, a results folder is begun
 //! or taken up again, cells are run, and run.json says at every moment how far it came.
 
+pub mod device;
+pub mod prepare;
+pub mod progress;
+mod quality;
+pub mod runner;
+mod warm;
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::device::{self, NO_CEILINGS};
-use super::folder::{RUN_FILE, ResultsFolder};
-use super::plan::{Cell, Plan, PlanOptions};
-use super::prepare::{Prepared, prepare};
-use super::record::{self, DeviceRecord, RunRecord, Status};
-use super::runner::{Ending, Loaded, Progress, Runner};
+use self::prepare::{Prepared, prepare};
+use self::progress::Progress;
+use self::runner::{Ending, Loaded, Runner};
+use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
+use crate::experiment::plan::{Cell, Plan, PlanOptions};
 use crate::measure::nvml::{GpuMonitor, WhichGpu};
 use crate::measure::summary::{SCHEMA, Summary};
-use crate::{Error, Result};
+use crate::results::folder::{RUN_FILE, ResultsFolder};
+use crate::results::record::{self, DeviceRecord, RunRecord, Status};
 
 /// Everything is checked and nothing is written yet.
 pub struct Ready {

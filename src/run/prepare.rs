@@ -3,8 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use super::plan::{Arm, Plan};
-use super::record::{ModelRecord, ResolvedArm, Seats, SkippedArm};
 use crate::engine::cache::plan::{plan_cache, plan_simulated_cache};
 use crate::engine::cache::shape::{CacheShape, UnifiedFigures};
 use crate::engine::config::{EngineConfig, KvLayout};
@@ -12,6 +10,8 @@ use crate::engine::device::{CachePlan, Device, DeviceKind};
 use crate::engine::model::spec::ModelSpec;
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
+use crate::experiment::plan::{Arm, Plan};
+use crate::results::record::{ModelRecord, ResolvedArm, Seats, SkippedArm};
 use crate::workload::schedule::{Schedule, ScheduleContext};
 use crate::workload::seeds::repeat_seed;
 use crate::{Error, Result};

@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Plan, means};
-use super::spec::{ClaimSpec, FitTerm};
+use super::RunResults;
 use crate::engine::device::DeviceKind;
+use crate::experiment::plan::{Plan, means};
+use crate::experiment::spec::{ClaimSpec, FitTerm, MODEL_METRICS};
 use crate::measure::step_fit::StepFit;
-use crate::report::numbers::{median, number, optional};
-use crate::report::results::RunResults;
+use crate::numbers::{median, number, optional};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -120,9 +120,6 @@ fn measure(results: &RunResults, claim: &ClaimSpec) -> Option<f64> {
         Some(over) => Some(value / of_arm(over)?).filter(|ratio| ratio.is_finite()),
     }
 }
-
-/// Metrics that are facts of an arm's model, not of its rows.
-pub const MODEL_METRICS: [&str; 3] = ["weight_bytes", "streamed_bytes", "perplexity"];
 
 /// The model of an arm that has rows.
 fn model_of<'a>(results: &'a RunResults, arm: &str) -> Option<&'a str> {

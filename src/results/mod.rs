@@ -1,16 +1,29 @@
-//! A results folder, read back: what every report is made from.
+//! What a run leaves behind: run.json ([`record`]), the folder it is in and which of its rows count ([`folder`],
+//! [`journal`]), its tables ([`csv`]), and all of it read back ([`RunResults`]), which every report is made from and claims
+//! are checked against ([`claims`]).
+
+pub mod claims;
+pub mod csv;
+pub mod folder;
+pub mod journal;
+pub mod record;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::engine::account::Ceilings;
-use crate::experiment::folder::KERNELS_FILE;
-use crate::experiment::record::RunRecord;
 use crate::measure::cold::ColdRow;
+use crate::measure::kernels::{BETWEEN, dominant};
 use crate::measure::rows::{CheckRow, KernelRow, PopulationRow, StepRow};
 use crate::measure::step_fit::{self, StepFit};
 use crate::measure::summary::Summary;
-use crate::{Error, Result, report};
+use crate::{Error, Result, numbers};
+
+use self::folder::KERNELS_FILE;
+use self::record::RunRecord;
+
+/// Kernels listed for an arm.
+pub const LARGEST_KERNELS: usize = 5;
 
 pub struct RunResults {
     pub folder: PathBuf,
@@ -78,7 +91,7 @@ impl RunResults {
 
     /// Median over an arm's repeats.
     pub fn median(&self, arm: &str, value: impl Fn(&Summary) -> Option<f64>) -> Option<f64> {
-        report::numbers::median(self.of_arm(arm).filter_map(value))
+        numbers::median(self.of_arm(arm).filter_map(value))
     }
 
     /// The arm others are compared with: the plan's baseline, else the first there is.
@@ -101,6 +114,14 @@ impl RunResults {
 
     pub fn steps_of<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a StepRow> + 'a {
         self.steps.iter().filter(move |step| step.arm == arm)
+    }
+
+    /// The largest kernels of the kind of step that took most of the arm's traced time.
+    pub fn largest_kernels(&self, arm: &str) -> Vec<&KernelRow> {
+        let mut rows = dominant(&self.kernels, arm);
+        rows.retain(|row| row.kernel != BETWEEN);
+        rows.truncate(LARGEST_KERNELS);
+        rows
     }
 
     /// The models of the arms, each once.
@@ -148,7 +169,7 @@ impl RunResults {
 /// No rows yet means no file yet.
 fn read_if_there<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     match std::fs::metadata(path) {
-        Ok(metadata) if metadata.len() > 0 => report::csv::read(path),
+        Ok(metadata) if metadata.len() > 0 => csv::read(path),
         _ => Ok(Vec::new()),
     }
 }

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::claims::Verdict;
 use super::folder::RUN_FILE;
-use super::plan::{Plan, PlanOptions};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
+use crate::experiment::plan::{Plan, PlanOptions};
 use crate::measure::roofs::{self, ArmCeilings};
 use crate::measure::summary::SCHEMA;
 use crate::workload::seeds::repeat_seed;

@@ -1,12 +1,12 @@
 //! The warm-up of a cell: rounds of the arm's own load until step times are stationary. Its rows go nowhere but to
 //! cold.csv, and there only those of the first round.
 
-use super::plan::{Arm, Cell, Plan};
 use super::prepare;
-use super::runner::Progress;
+use super::progress::Progress;
 use crate::Result;
 use crate::engine::Engine;
 use crate::engine::model::OpenedModel;
+use crate::experiment::plan::{Arm, Cell, Plan};
 use crate::measure::cold::ColdRow;
 use crate::measure::drive::{Submission, drive};
 use crate::measure::rows::CheckRow;
