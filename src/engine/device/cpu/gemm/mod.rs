@@ -20,6 +20,8 @@ mod arithmetic;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_int4;
 pub mod grouped;
 mod int16;
 #[cfg(target_arch = "x86_64")]
@@ -244,7 +246,7 @@ fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PAN
 fn int4(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::int4(zero_points, bf16_scales, tokens),
+        Isa::Avx512 => avx512_int4::int4(zero_points, bf16_scales, tokens),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::int4(zero_points, bf16_scales, tokens),
         _ => portable::int4(zero_points, bf16_scales, tokens),

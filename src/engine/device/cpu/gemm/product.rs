@@ -9,7 +9,7 @@ use super::{
     far, int4, int16, max_tile_of, rows,
 };
 #[cfg(target_arch = "x86_64")]
-use super::{avx512, int16_tiles, tiles};
+use super::{avx512, avx512_int4, int16_tiles, tiles};
 use crate::engine::device::cpu::isa::Isa;
 use crate::engine::device::cpu::matrix::{Matrix, PANEL, Packing};
 use crate::engine::device::cpu::pool::{Ahead, Pool, share};
@@ -61,7 +61,7 @@ impl<'a> Product<'a> {
             (Packing::Bf16, _) => dense(isa, Element::Bf16Pairs, tokens),
             #[cfg(target_arch = "x86_64")]
             (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Bf16Pairs) => {
-                avx512::int4_bf16(zero_points, bf16_scales, tokens)
+                avx512_int4::int4_bf16(zero_points, bf16_scales, tokens)
             }
             (Packing::Int4 { zero_points, bf16_scales, .. }, _) if integers => {
                 int16::tile(isa, zero_points, bf16_scales, tokens)
