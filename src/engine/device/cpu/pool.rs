@@ -56,6 +56,7 @@ impl Ahead {
     }
 }
 
+/// Bytes of a cache line.
 pub const LINE: usize = 64;
 /// Lines of each stream read in one turn of the spin loop.
 const LINES_A_TURN: usize = 2;

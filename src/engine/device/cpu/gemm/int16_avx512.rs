@@ -3,7 +3,8 @@
 
 use std::arch::x86_64::*;
 
-use super::avx512::{load, prefetch_group, prefetch_pair};
+use super::avx512::{load, prefetch_pair};
+use super::avx512_int4::prefetch_group;
 use super::{Tile, TileFn};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {

@@ -10,17 +10,18 @@
 
 use std::arch::x86_64::*;
 
-use super::amx::{Lines, TILE_ROWS, configure, load, multiply_i8, multiply_u8_i8, store, zero};
-use super::avx512::{load as widen, prefetch_group, prefetch_pair};
+use super::amx::{
+    Lines, TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_i8, multiply_u8_i8, store, zero,
+};
+use super::avx512::{load as widen, prefetch_pair};
+use super::avx512_int4::prefetch_group;
 use super::{Tile, TileFn};
 
 /// Columns of one product of tiles.
 pub const BLOCK_COLUMNS: usize = 64;
-/// Bytes of one token's part of a block, of `a` or of `b`.
-const LINE: usize = 64;
 /// Lines of one half of a panel's unpacked block: 16, and with groups of 32 eight of zeros between those of two groups.
 const HALF_LINES: usize = 24;
-const UNPACKED_BYTES: usize = 2 * HALF_LINES * LINE;
+const UNPACKED_BYTES: usize = 2 * HALF_LINES * TILE_ROW_BYTES;
 /// Blocks of a part of a panel that many tokens meet, unpacked once for all: 24 KB.
 const PART_BLOCKS: usize = 8;
 /// Sums of a group: `a` and `b` of both halves, [4][16 tokens][16 rows].
@@ -56,7 +57,7 @@ impl Planes {
     /// The line of token `t` and the next ones in a block: of `a`, or of `b`.
     #[inline(always)]
     fn at(self, block: usize, low: usize, t: usize) -> *mut u8 {
-        self.start.wrapping_add(((2 * block + low) * self.tokens + t) * LINE)
+        self.start.wrapping_add(((2 * block + low) * self.tokens + t) * TILE_ROW_BYTES)
     }
 }
 
@@ -179,7 +180,7 @@ impl Panel<'_> {
             for line in 8..16 {
                 // SAFETY: `to` is an unpacked block.
                 unsafe {
-                    let at = to.add((half * HALF_LINES + line) * LINE);
+                    let at = to.add((half * HALF_LINES + line) * TILE_ROW_BYTES);
                     _mm512_store_si512(at.cast(), _mm512_setzero_si512());
                 }
             }
@@ -219,9 +220,9 @@ impl Panel<'_> {
                     let words = _mm512_loadu_si512(tile.w0.add(at * tile.stride + 64 * half).cast());
                     let low = _mm512_and_si512(words, nibble);
                     let high = _mm512_and_si512(_mm512_srli_epi32::<4>(words), nibble);
-                    let to = to.add((half * HALF_LINES + line) * LINE);
+                    let to = to.add((half * HALF_LINES + line) * TILE_ROW_BYTES);
                     _mm512_store_si512(to.cast(), _mm512_sub_epi8(low, *zeros));
-                    _mm512_store_si512(to.add(LINE).cast(), _mm512_sub_epi8(high, *zeros));
+                    _mm512_store_si512(to.add(TILE_ROW_BYTES).cast(), _mm512_sub_epi8(high, *zeros));
                 }
             }
         }
@@ -234,11 +235,11 @@ impl Panel<'_> {
         // SAFETY: the thread's tiles are configured; 16 lines of each operand can be read.
         unsafe {
             if line == 0 {
-                load::<4>(self.planes.at(block, 0, t), LINE);
-                load::<5>(self.planes.at(block, 1, t), LINE);
+                load::<4>(self.planes.at(block, 0, t), TILE_ROW_BYTES);
+                load::<5>(self.planes.at(block, 1, t), TILE_ROW_BYTES);
             }
-            load::<6>(unpacked.add(line * LINE), LINE);
-            load::<7>(unpacked.add((HALF_LINES + line) * LINE), LINE);
+            load::<6>(unpacked.add(line * TILE_ROW_BYTES), TILE_ROW_BYTES);
+            load::<7>(unpacked.add((HALF_LINES + line) * TILE_ROW_BYTES), TILE_ROW_BYTES);
             multiply_i8::<0, 4, 6>();
             multiply_u8_i8::<1, 5, 6>();
             multiply_i8::<2, 4, 7>();
@@ -251,10 +252,10 @@ impl Panel<'_> {
     unsafe fn take_sums(to: *mut i32) {
         // SAFETY: the thread's tiles are configured; `to` holds a group's sums.
         unsafe {
-            store::<0>(to.cast(), LINE);
-            store::<1>(to.add(256).cast(), LINE);
-            store::<2>(to.add(512).cast(), LINE);
-            store::<3>(to.add(768).cast(), LINE);
+            store::<0>(to.cast(), TILE_ROW_BYTES);
+            store::<1>(to.add(256).cast(), TILE_ROW_BYTES);
+            store::<2>(to.add(512).cast(), TILE_ROW_BYTES);
+            store::<3>(to.add(768).cast(), TILE_ROW_BYTES);
             zero_sums();
         }
     }

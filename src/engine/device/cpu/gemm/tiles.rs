@@ -25,7 +25,7 @@ use super::amx::{Lines, TILE_ROW_BYTES, TILE_ROWS, configure, load, multiply_bf1
 use super::avx512::load_f16;
 use super::{Tile, TileFn};
 use crate::engine::device::cpu::matrix::Packing;
-use crate::engine::device::cpu::pool::{prefetch_line, prefetch_line_to_l2};
+use crate::engine::device::cpu::pool::{LINE, prefetch_line, prefetch_line_to_l2};
 
 /// Most tokens of a tile.
 pub const MAX_TOKENS: usize = 128;
@@ -33,8 +33,6 @@ pub const MAX_TOKENS: usize = 128;
 pub(super) const BLOCK_COLUMNS: usize = 32;
 /// Bytes of a panel's block of columns, in 16 bits: 32 rows of 32.
 pub(super) const BLOCK_BYTES: usize = 2048;
-/// Bytes of one token's (or row's) part of a block.
-pub(super) const LINE: usize = 64;
 /// Bytes of a tile.
 const TILE_BYTES: usize = TILE_ROWS * TILE_ROW_BYTES;
 /// Bytes from one token's sums to the next.
@@ -135,7 +133,7 @@ unsafe fn tile<const K: u8>(tile: &Tile) {
         configure();
         let mut padded = Lines::<BLOCK_BYTES>::new();
         let panel = Panel::new::<K>(tile.w0, tile.cols, &mut padded);
-        let x = Activations { start: tile.x.cast(), piece: tile.tokens * LINE };
+        let x = Activations { start: tile.x.cast(), piece: tile.tokens * TILE_ROW_BYTES };
         match (K, tile.tokens) {
             (F32_OF_F16, ..=16) => split_stream::<1>(tile, &panel, x),
             (F32_OF_F16, ..=32) => split_stream::<2>(tile, &panel, x),
@@ -191,9 +189,9 @@ unsafe fn store_sums<const S: usize>(out: *mut u8) {
 unsafe fn load_tokens<const S: usize>(at: *const u8) {
     // SAFETY: as in `tile`.
     unsafe {
-        load::<6>(at, LINE);
+        load::<6>(at, TILE_ROW_BYTES);
         if S == 2 {
-            load::<7>(at.add(TILE_BYTES), LINE);
+            load::<7>(at.add(TILE_BYTES), TILE_ROW_BYTES);
         }
     }
 }
@@ -235,16 +233,16 @@ unsafe fn add_block<const K: u8, const S: usize>(w: *const u8, x: *const u8, pie
 unsafe fn add_split_block<const S: usize>(split: *const u8, x: *const u8, piece: usize) {
     // SAFETY: as in `tile`.
     unsafe {
-        load::<4>(split, LINE);
-        load::<5>(split.add(TILE_BYTES), LINE);
+        load::<4>(split, TILE_ROW_BYTES);
+        load::<5>(split.add(TILE_BYTES), TILE_ROW_BYTES);
         load_tokens::<S>(x.add(2 * piece));
         multiply::<S>();
         load_tokens::<S>(x.add(piece));
         multiply::<S>();
         load_tokens::<S>(x);
         multiply::<S>();
-        load::<4>(split.add(2 * TILE_BYTES), LINE);
-        load::<5>(split.add(3 * TILE_BYTES), LINE);
+        load::<4>(split.add(2 * TILE_BYTES), TILE_ROW_BYTES);
+        load::<5>(split.add(3 * TILE_BYTES), TILE_ROW_BYTES);
         multiply::<S>();
         load_tokens::<S>(x.add(piece));
         multiply::<S>();
@@ -314,8 +312,8 @@ unsafe fn split_pair(w: *const u8, to: *mut u8, pair: usize) {
             // (Of both the lower 16 bits are zero.)
             let h = _mm512_or_si512(_mm512_srli_epi32::<16>(even_h), odd_h);
             let l = _mm512_or_si512(_mm512_srli_epi32::<16>(even_l), odd_l);
-            _mm512_store_si512(to.add(half * TILE_BYTES + pair * LINE).cast(), h);
-            _mm512_store_si512(to.add((2 + half) * TILE_BYTES + pair * LINE).cast(), l);
+            _mm512_store_si512(to.add(half * TILE_BYTES + pair * TILE_ROW_BYTES).cast(), h);
+            _mm512_store_si512(to.add((2 + half) * TILE_BYTES + pair * TILE_ROW_BYTES).cast(), l);
         }
     }
 }
@@ -343,8 +341,8 @@ unsafe fn split_stream<const S: usize>(tile: &Tile, panel: &Panel, x: Activation
             let w = panel.block(block);
             let split = now.cast_const();
             // As `add_split_block`, with the other block in between.
-            load::<4>(split, LINE);
-            load::<5>(split.add(TILE_BYTES), LINE);
+            load::<4>(split, TILE_ROW_BYTES);
+            load::<5>(split.add(TILE_BYTES), TILE_ROW_BYTES);
             load_tokens::<S>(at.add(2 * x.piece));
             multiply::<S>();
             split_pairs::<0, 4>(w, to, ahead, far);
@@ -354,8 +352,8 @@ unsafe fn split_stream<const S: usize>(tile: &Tile, panel: &Panel, x: Activation
             load_tokens::<S>(at);
             multiply::<S>();
             split_pairs::<7, 10>(w, to, ahead, far);
-            load::<4>(split.add(2 * TILE_BYTES), LINE);
-            load::<5>(split.add(3 * TILE_BYTES), LINE);
+            load::<4>(split.add(2 * TILE_BYTES), TILE_ROW_BYTES);
+            load::<5>(split.add(3 * TILE_BYTES), TILE_ROW_BYTES);
             multiply::<S>();
             split_pairs::<10, 13>(w, to, ahead, far);
             load_tokens::<S>(at.add(x.piece));
@@ -484,10 +482,10 @@ pub unsafe fn rounds(rounds: usize) -> f32 {
     unsafe {
         configure();
         zero_sums::<2>();
-        load::<4>(at, LINE);
-        load::<5>(at, LINE);
-        load::<6>(at, LINE);
-        load::<7>(at, LINE);
+        load::<4>(at, TILE_ROW_BYTES);
+        load::<5>(at, TILE_ROW_BYTES);
+        load::<6>(at, TILE_ROW_BYTES);
+        load::<7>(at, TILE_ROW_BYTES);
         for _ in 0..rounds {
             multiply::<2>();
         }
