@@ -63,7 +63,7 @@ impl Matrix {
                 DeviceBuffer::part(whole, at(rows.start), at(rows.end) - at(rows.start))
             };
             let side = |whole: &Arc<DeviceBuffer>| match format {
-                MatrixFormat::Int4 { group, zero_points: true } if *rows != (0..all) => {
+                MatrixFormat::Int4 { group, zero_points: true } if !rows.is_empty() && *rows != (0..all) => {
                     // Four bytes of scales for each of zero points, and those first.
                     let at = |row: usize| (row / 2 * (cols / group)) as u64;
                     let (start, end, zeros) = (at(rows.start), at(rows.end), 4 * at(all));
