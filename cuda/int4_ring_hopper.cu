@@ -11,18 +11,26 @@
 // and write the unit's output while the others go on. Nibbles are multiplied with their offset on and scales applied to fp32 sums
 // of 128 columns, so no weight is ever rounded (as in int4_stream).
 //
-// Groups of 128 columns, an even number of them in k and in each part. Grid: blocks (units of W in equal shares), parts of k.
+// A small fp16 matrix that is multiplied with the same x, as a delta net's gates are, has blocks of its own in the same launch: what
+// rounding to whole units leaves idle is more than they take.
+//
+// Groups of 128 columns, an even number of them in k and in each part. Grid: blocks (units of W in equal shares, then units of the
+// matrix beside W), parts of k.
+#include "fp16.cuh"
 #include "int4.cuh"
 
 struct Int4Ring {
     Product p;
+    Product beside; // fp16, of the same x, where blocks are for it
     u32 unit_room;  // most units of a block
     u32 group_room; // most groups of a part
+    u32 blocks;     // along W; behind them one for each unit of `beside`
+    u32 unused;
 };
 
 #define MEETINGS 4 // units whose sums may be there
 #define LAG 2
-#define SLOTS 2
+#define EARLY 2 // pieces of a ring that are asked for before the previous kernel has ended
 #define EVICT_FIRST 0x12F0000000000000ull // fraction 1, as createpolicy would encode it
 
 DEVICE void copy_bulk_once(u32 to, const void *from, u32 bytes, u32 barrier) {
@@ -54,15 +62,61 @@ template <> struct Words<false> {
     __device__ __forceinline__ void unpack(int i, u32 (&a)[4]) { unpack_picked(picked, i, a); }
 };
 
-template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ring &r) {
+// A unit of an fp16 matrix beside W, by a block of its own: all of its rows in shared memory before the previous kernel ends, so that
+// x is all that is waited for.
+#define BESIDE_PAD 64 // bytes between rows: two of them that 8 lanes read together meet no bank twice
+template <int WARPS> DEVICE void product_beside(const Product &p, u32 unit) {
+    constexpr u32 TOGETHER = 8; // pieces of 32 columns
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ u64 arrived;
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
+    u32 row_bytes = 2 * p.k, pitch = row_bytes + BESIDE_PAD, barrier = shared_address(&arrived);
+    if (threadIdx.x == 0) {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+        barrier_expect(barrier, UNIT * row_bytes);
+    }
+    __syncthreads();
+    if (threadIdx.x < UNIT)
+        copy_bulk_once(shared_address(shared) + threadIdx.x * pitch, p.w + ((u64)unit * UNIT + threadIdx.x) * row_bytes, row_bytes, barrier);
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    u32 end = p.k / 32 * (warp + 1) / WARPS;
+    for (u32 from = p.k / 32 * warp / WARPS; from < end; from += TOGETHER) {
+        const f16 *x_at = p.x + (u64)group * p.k + from * 32 + pair * 8;
+        uint4 x[TOGETHER];
+#pragma unroll
+        for (u32 i = 0; i < TOGETHER; i++)
+            x[i] = group < p.rows && from + i < end ? *(const uint4 *)(x_at + i * 32) : make_uint4(0, 0, 0, 0);
+        barrier_wait(barrier, 0);
+#pragma unroll
+        for (u32 i = 0; i < TOGETHER; i++) {
+            const u8 *at = shared + group * pitch + min(from + i, end - 1) * 64 + pair * 16;
+            Fp16Weights::multiply(acc, *(const uint4 *)at, *(const uint4 *)(at + 8 * pitch), x[i]);
+        }
+    }
+    __syncthreads();
+    float4 *sums = (float4 *)shared; // [WARPS][lane], where W was
+    sums[warp * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    __syncthreads();
+    if (warp > 0) return;
+    float4 sum = sums[lane];
+#pragma unroll
+    for (int other = 1; other < WARPS; other++) sum = add4(sum, sums[other * 32 + lane]);
+    stream_output(p, sum, unit, 0);
+}
+
+template <bool SINGLE, int STAGES, int WARPS, int SLOTS> DEVICE void int4_ring(const Int4Ring &r) {
     constexpr u32 SLOT = STAGES * 1024;
     constexpr int TOGETHER = SINGLE ? STAGES : 2; // stages whose products alternate
     extern __shared__ __align__(128) u8 shared[];
     __shared__ float2 sums_of_x[WARPS][STAGES][4]; // of columns 2 * pair and the next
     __shared__ u64 barriers[WARPS * SLOTS + 2 * MEETINGS + 1];
     const Product &p = r.p;
+    if (blockIdx.x >= r.blocks) return product_beside<WARPS>(r.beside, blockIdx.x - r.blocks);
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = lane & 3;
-    u32 units = p.n / UNIT, unit0 = units * blockIdx.x / gridDim.x, count = units * (blockIdx.x + 1) / gridDim.x - unit0;
+    u32 units = p.n / UNIT, unit0 = units * blockIdx.x / r.blocks, count = units * (blockIdx.x + 1) / r.blocks - unit0;
     u32 stages = p.k / 128, part_begin = stages * blockIdx.y / p.parts, part_count = stages * (blockIdx.y + 1) / p.parts - part_begin;
     u32 first = part_count * warp / WARPS, mine = part_count * (warp + 1) / WARPS - first; // of the part's stages
 
@@ -101,7 +155,7 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
     __syncthreads();
     // One piece after another: x, and what the kernels before this one still read, would wait behind all of them.
     if (lane == 0) {
-        for (u32 i = 1; i < SLOTS && i < count; i++) {
+        for (u32 i = 1; i < EARLY && i < count; i++) {
             barrier_wait(full + 8 * (i - 1), 0);
             fill(i);
         }
@@ -128,6 +182,11 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
                 bool valid = group < p.rows && s < mine;
                 x[s][q] = valid ? *(const uint4 *)(x_at + (u64)group * p.k + s * 128 + q * 32 + pair * 8) : make_uint4(0, 0, 0, 0);
             }
+    }
+    if (SLOTS > EARLY) {
+        if (lane == 0)
+            for (u32 i = EARLY; i < SLOTS && i < count; i++) fill(i);
+        __syncwarp();
     }
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
@@ -210,5 +269,5 @@ template <bool SINGLE, int STAGES, int WARPS> DEVICE void int4_ring(const Int4Ri
         if (u % WARPS == warp) finish(u);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_1(const __grid_constant__ Int4Ring r) { int4_ring<true, 4, 8>(r); }
-extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<false, 4, 8>(r); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_1(const __grid_constant__ Int4Ring r) { int4_ring<true, 4, 8, 3>(r); }
+extern "C" __global__ void __launch_bounds__(256, 2) int4_ring_8(const __grid_constant__ Int4Ring r) { int4_ring<false, 4, 8, 2>(r); }

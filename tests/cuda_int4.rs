@@ -15,7 +15,7 @@ use inferwall::engine::device::cuda::CudaDevice;
 use inferwall::engine::device::cuda::driver::{DeviceBuffer, Gpu};
 use inferwall::engine::device::cuda::int4;
 use inferwall::engine::device::cuda::launch::Stream;
-use inferwall::engine::device::cuda::matrix::{Matrix, Output};
+use inferwall::engine::device::cuda::matrix::{Matrix, MatrixFormat, Output};
 use inferwall::engine::device::cuda::products::Products;
 use inferwall::engine::device::cuda::upload::Place;
 use inferwall::engine::device::{Device, LoadOptions};
@@ -340,6 +340,90 @@ fn products_agree_where_blocks_have_many_units() {
             let limit = limit_of(&gpu, rows, group, false);
             case.check(&format!("{rows} rows, {n} x {k}, groups of {group}"), rows, &expected, limit);
         }
+    }
+}
+
+/// The gates of a delta net beside its other projections, and each output where it belongs.
+#[test]
+fn a_small_fp16_matrix_runs_beside() {
+    let Some((gpu, _alone)) = gpu("a_small_fp16_matrix_runs_beside") else { return };
+    if gpu.facts().capability != 90 {
+        return;
+    }
+    let stream = Stream::new(&gpu).unwrap();
+    let packer = int4::Packer::new(&gpu).unwrap();
+    for (n, small, k) in [(2_800, 64, 4096), (528, 16, 1280), (16, 128, 256)] {
+        let most = 8;
+        let products = Products::new(&gpu, most, 2 * n, n * k, false).unwrap();
+        let mut rng = ChaCha8Rng::seed_from_u64((n + k) as u64);
+        let source = packed(&mut rng, (n, k, 128), false);
+        let half = |rng: &mut ChaCha8Rng, count: usize| -> Vec<f16> {
+            (0..count).map(|_| f16::from_f32(rng.random_range(-0.8..1.2))).collect()
+        };
+        let (x, w) = (half(&mut rng, most * k), half(&mut rng, small * k));
+        let upload = |values: &[f16]| gpu.upload(&values.iter().map(|v| v.to_bits()).collect::<Vec<u16>>());
+        let on_gpu = upload(&x).unwrap();
+        let matrix = int4::empty(&gpu, "test", (n, k), 128, true).unwrap();
+        packer.pack(&stream, "test", &source.awq(), (n, k), Place::together(0), &matrix).unwrap();
+        let weights = upload(&w).unwrap();
+        let format = MatrixFormat::F16;
+        let beside = Matrix { format, rows: small, cols: k, weights, scales: None, bias: None };
+        let exact: Vec<f64> = w.iter().map(|v| v.to_f64()).collect();
+        let (of_n, of_small) =
+            (reference(&x, &source.values, (most, n, k)), reference(&x, &exact, (most, small, k)));
+        for rows in [1, 2, 7, 8] {
+            let stride = n + small + 8;
+            let to = gpu.upload(&vec![0x7e00u16; rows * stride]).unwrap();
+            let output = |column: u64| Output::Half { to: to.pointer() + 2 * column, stride };
+            // SAFETY: x and the output hold the rows, and outlive the wait.
+            let done = unsafe {
+                let x = (on_gpu.pointer(), rows);
+                products.launch_both(&stream, x, (&matrix, output(0)), (&beside, output(n as u64)))
+            };
+            assert!(done.unwrap(), "{n} and {small} x {k} have a kernel");
+            stream.synchronize().unwrap();
+            let found = to.read::<u16>(0, rows * stride).unwrap();
+            let columns = |from: usize, count: usize| -> Vec<f64> {
+                let rows = found.chunks(stride).flat_map(|row| &row[from..from + count]);
+                rows.map(|bits| f16::from_bits(*bits).to_f64()).collect()
+            };
+            let what = format!("{rows} rows, {n} and {small} x {k}");
+            let error = distance(&columns(0, n), &of_n[..rows * n]);
+            assert!(error < 6e-4, "{what}: 4-bit: {error}");
+            let error = distance(&columns(n, small), &of_small[..rows * small]);
+            assert!(error < 6e-4, "{what}: fp16: {error}");
+            assert!(columns(n + small, 8).iter().all(|v| v.is_nan()), "{what}: wrote past a row");
+        }
+    }
+}
+
+/// Queries apart from keys and values in the last layer.
+#[test]
+fn rows_of_a_matrix_can_be_told_apart() {
+    let Some((gpu, _alone)) = gpu("rows_of_a_matrix_can_be_told_apart") else { return };
+    let stream = Stream::new(&gpu).unwrap();
+    let packer = int4::Packer::new(&gpu).unwrap();
+    let (n, k, group, most, first) = (272, 1280, 128, 40, 96);
+    let products = Products::new(&gpu, most, 2 * n, n * k, false).unwrap();
+    for symmetric in [false, true] {
+        let mut rng = ChaCha8Rng::seed_from_u64(7);
+        let source = packed(&mut rng, (n, k, group), symmetric);
+        let x: Vec<f16> = (0..most * k).map(|_| f16::from_f32(rng.random_range(-0.8..1.2))).collect();
+        let on_gpu = gpu.upload(&x.iter().map(|v| v.to_bits()).collect::<Vec<u16>>()).unwrap();
+        let whole = int4::empty(&gpu, "test", (n, k), group, !symmetric).unwrap();
+        let data = source.compressed_tensors(symmetric);
+        packer.pack(&stream, "test", &data, (n, k), Place::together(0), &whole).unwrap();
+        let (whole, parts) = whole.cut(&[0..first, first..n]).unwrap();
+        for (matrix, from) in [(&whole, 0), (&parts[0], 0), (&parts[1], first)] {
+            let values = &source.values[from * k..(from + matrix.rows) * k];
+            let expected = reference(&x, values, (most, matrix.rows, k));
+            let case = Case { gpu: &gpu, stream: &stream, products: &products, x: on_gpu.pointer(), matrix };
+            for rows in [1, 8, most] {
+                let what = format!("symmetric {symmetric}, rows of W from {from}, {rows} rows of x");
+                case.check(&what, rows, &expected, if rows <= 8 { 6e-5 } else { 2.5e-4 });
+            }
+        }
+        assert!(parts[0].rows == first && whole.cut(&[0..first + 8]).is_err(), "half a unit");
     }
 }
 

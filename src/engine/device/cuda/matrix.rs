@@ -18,6 +18,9 @@ use std::sync::Arc;
 use super::driver::DeviceBuffer;
 use crate::{Error, Result};
 
+/// Rows of 4-bit weights that are packed together.
+pub const UNIT: usize = 16;
+
 /// How a matrix lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MatrixFormat {
@@ -41,28 +44,39 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// The matrix, and matrices of some of its rows on the same memory: any rows of fp16, all or none of 4-bit ones.
+    /// The matrix, and matrices of some of its rows on the same memory: of a 4-bit one whole units of [`UNIT`] rows, whose scales are
+    /// copied where zero points lie behind those of all rows.
     ///
     /// # Errors
-    /// Rows that are not there, or of a 4-bit matrix only some.
+    /// Rows that are not there, or of a 4-bit matrix no whole units.
     pub fn cut(self, parts: &[Range<usize>]) -> Result<(Self, Vec<Self>)> {
         let Self { format, rows: all, cols, .. } = self;
         let (weights, scales, bias) =
             (Arc::new(self.weights), self.scales.map(Arc::new), self.bias.map(Arc::new));
         let part = |rows: &Range<usize>| {
-            if format != MatrixFormat::F16 && !rows.is_empty() && *rows != (0..all) {
-                return Err(Error::failed(format!("rows {rows:?} of a 4-bit matrix of {all}"), ""));
+            let whole_units = [rows.start, rows.end].iter().all(|row| row.is_multiple_of(UNIT));
+            if format != MatrixFormat::F16 && !rows.is_empty() && !whole_units {
+                return Err(Error::failed(format!("rows {rows:?} of a 4-bit matrix"), ""));
             }
             let of = |whole: &Arc<DeviceBuffer>| {
                 let at = |row: usize| whole.bytes() * row as u64 / all.max(1) as u64;
                 DeviceBuffer::part(whole, at(rows.start), at(rows.end) - at(rows.start))
+            };
+            let side = |whole: &Arc<DeviceBuffer>| match format {
+                MatrixFormat::Int4 { group, zero_points: true } if !rows.is_empty() && *rows != (0..all) => {
+                    // Four bytes of scales for each of zero points, and those first.
+                    let at = |row: usize| (row / 2 * (cols / group)) as u64;
+                    let (start, end, zeros) = (at(rows.start), at(rows.end), 4 * at(all));
+                    whole.gather(&[4 * start..4 * end, zeros + start..zeros + end])
+                }
+                _ => of(whole),
             };
             Ok(Self {
                 format,
                 rows: rows.len(),
                 cols,
                 weights: of(&weights)?,
-                scales: scales.as_ref().map(of).transpose()?,
+                scales: scales.as_ref().map(side).transpose()?,
                 bias: bias.as_ref().map(of).transpose()?,
             })
         };

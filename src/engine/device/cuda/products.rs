@@ -57,7 +57,7 @@ const fn tile_shared(rows: u32) -> u32 {
 
 /// `Product` of cuda/product.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Arguments {
     pub(super) x: u64,
     pub(super) w: u64,

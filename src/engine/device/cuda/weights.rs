@@ -3,7 +3,7 @@
 
 use super::driver::{DeviceBuffer, Gpu};
 use super::int4::{self, Packer};
-use super::matrix::{GATE_UP_INTERLEAVE, Matrix, MatrixFormat};
+use super::matrix::{GATE_UP_INTERLEAVE, Matrix, MatrixFormat, UNIT};
 use super::upload::{Place, Uploader};
 use crate::engine::device::LoadProgress;
 use crate::engine::model::layout::{ModelLayout, WeightFormat};
@@ -180,8 +180,9 @@ impl Loader<'_> {
         let roles = [Role::Q, Role::K, Role::V];
         let modules = roles.iter().map(|&role| self.find(layer, role)).collect::<Result<Vec<_>>>()?;
         let queries = modules[0].0.rows;
-        // Rows of 4-bit matrices cannot be told apart on the GPU.
-        let loaded = if modules.iter().any(|(_, format)| matches!(format, WeightFormat::Int4 { .. })) {
+        // Of 4-bit matrices only whole units can be told apart on the GPU.
+        let int4 = modules.iter().any(|(_, format)| matches!(format, WeightFormat::Int4 { .. }));
+        let loaded = if int4 && !queries.is_multiple_of(UNIT) {
             let mut loaded = self.fused(layer, &roles[..1], bias, 0)?;
             loaded.extend(self.fused(layer, &roles[1..], bias, queries)?);
             loaded

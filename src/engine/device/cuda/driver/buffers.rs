@@ -1,5 +1,6 @@
 //! Memory that frees itself: on the GPU, and page-locked on the host.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
@@ -60,6 +61,15 @@ impl DeviceBuffer {
         let code = unsafe { result::memcpy_dtoh_sync(&mut values, self.pointer + offset) };
         check(code, || "copying from the GPU".to_string())?;
         Ok(values)
+    }
+
+    /// These bytes of the buffer, one range after the other, in a buffer of their own; waits for queued work first.
+    pub fn gather(&self, ranges: &[Range<u64>]) -> Result<Self> {
+        let mut bytes: Vec<u8> = Vec::new();
+        for range in ranges {
+            bytes.extend(self.read::<u8>(range.start, (range.end - range.start) as usize)?);
+        }
+        self.gpu.upload(&bytes)
     }
 
     fn within(&self, offset: u64, bytes: u64) -> Result<()> {

@@ -20,8 +20,17 @@ impl Forward {
         parts: &[(Matrix, usize)],
         stride: usize,
     ) -> Result<()> {
+        let to = |column: usize| Output::Half { to: self.buffers.mixed.at(2 * column as u64), stride };
+        if let [(first, a), (second, b)] = parts {
+            // SAFETY: as below.
+            let both =
+                unsafe { self.linear.launch_both(stream, (x, rows), (first, to(*a)), (second, to(*b)))? };
+            if both {
+                return Ok(());
+            }
+        }
         for (matrix, column) in parts {
-            let output = Output::Half { to: self.buffers.mixed.at(2 * *column as u64), stride };
+            let output = to(*column);
             // SAFETY: `mixed` holds `limits.rows` rows of at least `stride`.
             unsafe { self.linear.launch(stream, x, rows, matrix, output)? };
         }

@@ -85,7 +85,7 @@ impl Products {
         // SAFETY: the caller's promise; `expanded` holds the matrix, and the stream orders its users.
         unsafe {
             if let Some(ring) = &int4.ring
-                && let Some(parts) = ring.launch(stream, job)?
+                && let Some(parts) = ring.launch(stream, job, None)?
             {
                 return Ok(parts);
             }
@@ -120,6 +120,28 @@ impl Products {
                 }
             }
         }
+    }
+
+    /// Queues the products of the same x with a 4-bit matrix and a small fp16 one as one launch, where there is a kernel for that;
+    /// returns whether it did.
+    ///
+    /// # Safety
+    /// As [`Self::launch`], for both.
+    pub unsafe fn launch_both(
+        &self,
+        stream: &Stream,
+        (x, rows): (u64, usize),
+        (w, output): (&Matrix, Output),
+        (small, small_output): (&Matrix, Output),
+    ) -> Result<bool> {
+        let Some(ring) = self.int4.as_ref().and_then(|int4| int4.ring.as_ref()) else { return Ok(false) };
+        if self.small(rows, small).is_none() {
+            return Ok(false);
+        }
+        let job = Job { x, rows, w, output };
+        let beside = Job { x, rows, w: small, output: small_output };
+        // SAFETY: the caller's promise.
+        Ok(unsafe { ring.launch(stream, job, Some(beside))? }.is_some())
     }
 
     /// # Safety
