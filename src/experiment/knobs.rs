@@ -395,7 +395,7 @@ mod tests {
     fn values_out_of_bounds_name_the_knob_and_what_is_allowed() {
         let error = find("max_num_seqs").unwrap().parse("0").unwrap_err();
         assert_eq!(error.to_string(), "max_num_seqs = 0 is out of bounds");
-        assert!(error.hint().contains("1 or more"));
+        assert!(error.hint().contains("1 to 1048576"));
         for (knob, value) in [
             ("request_rate", "-1"),
             ("request_rate", "nan"),

@@ -30,7 +30,7 @@ fn unknown_knobs_offer_the_nearest() {
 
 #[test]
 fn values_out_of_bounds() {
-    run_fails("--values 0", "max_num_seqs = 0 is out of bounds", "1 or more");
+    run_fails("--values 0", "max_num_seqs = 0 is out of bounds", "1 to 1048576");
     run_fails("--values four", "max_num_seqs = four", "whole number");
     run_fails("--set gpu_memory_utilization=2", "gpu_memory_utilization = 2 is out of bounds", "0.01 to 1");
     run_fails("--set top_p", "has no `=`", "knob=value");
@@ -96,7 +96,7 @@ fn a_broken_file_has_line_and_column() {
         "did you mean `output_len`?",
     );
     env.write("e.toml", &SMALL.replace("[1, 2, 8]", "[1, 2, 0]"));
-    env.run("list --experiments e.toml").fails(2, "e.toml:6:17: [small]: max_num_seqs = 0", "1 or more");
+    env.run("list --experiments e.toml").fails(2, "e.toml:6:17: [small]: max_num_seqs = 0", "1 to 1048576");
     env.write("e.toml", "[a\n");
     env.run("list --experiments e.toml").fails(2, "e.toml:1:", "this is no TOML");
     env.write("e.toml", &SMALL.replace("[small]", "[[small]]"));

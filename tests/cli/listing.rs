@@ -151,7 +151,7 @@ fn a_closed_pipe_is_no_error() {
 fn show_refuses_what_run_refuses() {
     let env = TestEnv::new();
     for (flags, fact) in [
-        ("--set max_model_len=1000000000", "has positions up to"),
+        ("--set max_model_len=10000000", "has positions up to"),
         ("--set kv_blocks=1000000000", "the caches need"),
         ("--set prefix_len=1000", "prefix_len = 1000 is longer"),
         ("--set input_len=4000", "longest request has 4128 tokens"),

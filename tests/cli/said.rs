@@ -202,7 +202,7 @@ fn names_of_vllm_and_of_gpus_are_understood() {
     sweep("--values -1 --device sim:fixed").fails(
         2,
         "max_num_seqs = -1 is out of bounds",
-        "1 or more, at most",
+        "1 to 1048576",
     );
     sweep("--values 1 --device sim:fixed --repeats -1").fails(2, "-1", "");
     sweep("--values 1 --device sim:fixed --seed -1").fails(2, "-1", "");
