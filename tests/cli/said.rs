@@ -199,11 +199,7 @@ fn names_of_vllm_and_of_gpus_are_understood() {
         "unknown knob `block_size`",
         "`kv_block_tokens`",
     );
-    sweep("--values -1 --device sim:fixed").fails(
-        2,
-        "max_num_seqs = -1 is out of bounds",
-        "1 to 1048576",
-    );
+    sweep("--values -1 --device sim:fixed").fails(2, "max_num_seqs = -1 is out of bounds", "1 to 1048576");
     sweep("--values 1 --device sim:fixed --repeats -1").fails(2, "-1", "");
     sweep("--values 1 --device sim:fixed --seed -1").fails(2, "-1", "");
     sweep("--values 1 --device sim:custom:gb_per_s=9,gb_per_s=8").fails(2, "gb_per_s is given twice", "once");

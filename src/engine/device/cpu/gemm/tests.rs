@@ -12,51 +12,9 @@ use super::super::pool::Pool;
 
 mod company;
 mod lone;
+mod matrices;
 
-fn noise(seed: usize, len: usize) -> Vec<f32> {
-    (0..len).map(|i| ((i * 31 + seed * 977) as f32 * 0.737).sin()).collect()
-}
-
-/// A matrix of 16-bit or 32-bit weights, and its values.
-fn dense_matrix(format: WeightFormat, rows: usize, cols: usize, math: CpuMath) -> (Matrix, Vec<f32>) {
-    let values = noise(1, rows * cols);
-    let bytes: Vec<u8> = values
-        .iter()
-        .flat_map(|&value| match format {
-            WeightFormat::F32 => value.to_le_bytes().to_vec(),
-            WeightFormat::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
-            _ => bf16::from_f32(value).to_le_bytes().to_vec(),
-        })
-        .collect();
-    (pack(&MatrixData::Dense { format, bytes: &bytes }, rows, cols, math), values)
-}
-
-fn pack(data: &MatrixData<'_>, rows: usize, cols: usize, math: CpuMath) -> Matrix {
-    let mut arena = Arena::new(Packing::of(data, math).bytes(rows, cols)).unwrap();
-    Matrix::pack(&mut arena, &mut Pool::new(1), "test", (rows, cols), data, math).unwrap()
-}
-
-/// Symmetric and asymmetric groups of 4-bit weights with scales of both kinds.
-fn int4_matrix(rows: usize, cols: usize, group: usize, zeros: bool, bf16_scales: bool) -> Matrix {
-    let packed: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 89 + i / 7) as u8).collect();
-    let scales: Vec<u8> = noise(3, rows * cols / group)
-        .iter()
-        .flat_map(|s| {
-            let s = 0.01 + s.abs() * 0.02;
-            if bf16_scales { bf16::from_f32(s).to_le_bytes() } else { f16::from_f32(s).to_le_bytes() }
-        })
-        .collect();
-    let zero_points: Vec<u8> =
-        (0..rows.div_ceil(8) * 4 * (cols / group)).map(|i| (i * 57 + 3) as u8).collect();
-    let data = MatrixData::CompressedTensors {
-        group,
-        packed: &packed,
-        scales: &scales,
-        scale_format: if bf16_scales { WeightFormat::Bf16 } else { WeightFormat::F16 },
-        zero_points: zeros.then_some(&zero_points),
-    };
-    pack(&data, rows, cols, CpuMath::F32)
-}
+use matrices::{dense_matrix, int4_matrix, noise, pack};
 
 /// Products of `tokens` rows with all of a matrix, in one tile at a time.
 fn multiply(isa: Isa, matrix: &Matrix, x: &[f32], tokens: usize, math: Arithmetic) -> Vec<Vec<f32>> {
@@ -109,7 +67,7 @@ fn assert_equal(what: &str, isa: Isa, found: f32, right: f32) {
 fn dense_tiles_are_chains_of_multiply_adds() {
     for format in [WeightFormat::F32, WeightFormat::F16, WeightFormat::Bf16] {
         for (rows, cols) in [(1, 1), (32, 16), (45, 7), (70, 50), (96, 129), (150, 20)] {
-            let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
+            let matrix = dense_matrix(format, rows, cols, CpuMath::F32);
             let mut weights = vec![0f32; cols];
             let x = noise(2, 30 * cols);
             for isa in Isa::available() {
@@ -257,7 +215,7 @@ fn bf16_tiles_are_products_of_rounded_operands() {
     }
     let round = |value: f32| f64::from(bf16::from_f32(value).to_f32());
     for (rows, cols) in [(33, 31), (64, 96)] {
-        let (dense, _) = dense_matrix(WeightFormat::F16, rows, cols, CpuMath::Bf16);
+        let dense = dense_matrix(WeightFormat::F16, rows, cols, CpuMath::Bf16);
         let mut matrices = vec![dense];
         if cols % 32 == 0 {
             matrices.push(int4_matrix(rows, cols, 32, true, false));
@@ -325,7 +283,7 @@ fn products_of_tiles_add_up_blocks_of_columns_in_order() {
     ];
     for (format, cpu_math, math) in kinds {
         for (rows, cols) in [(1, 1), (45, 7), (70, 50), (96, 129), (33, 320), (40, 300)] {
-            let (matrix, _) = dense_matrix(format, rows, cols, cpu_math);
+            let matrix = dense_matrix(format, rows, cols, cpu_math);
             let chosen = match Arithmetic::of(cpu_math, isa, [&matrix]) {
                 Arithmetic::F32Tiles { .. } => F32_TILES,
                 other => other,
@@ -392,7 +350,7 @@ fn split_products_err_no_more_than_multiply_adds() {
     }
     let (rows, cols, tokens) = (64, 2048, 20);
     for format in [WeightFormat::F16, WeightFormat::Bf16] {
-        let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
+        let matrix = dense_matrix(format, rows, cols, CpuMath::F32);
         let x = noise(2, tokens * cols);
         let mut weights = vec![0f32; cols];
         let errors = [Arithmetic::F32, F32_TILES].map(|math| {
@@ -419,7 +377,7 @@ fn products_of_tiles_do_not_hide_what_is_not_finite() {
         return;
     }
     for math in [CpuMath::F32, CpuMath::Bf16] {
-        let (matrix, _) = dense_matrix(WeightFormat::F16, 40, 96, math);
+        let matrix = dense_matrix(WeightFormat::F16, 40, 96, math);
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = noise(5, 3 * 96);
             x[96 + 40] = bad;

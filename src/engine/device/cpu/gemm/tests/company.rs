@@ -51,7 +51,7 @@ fn a_row_below_and_above_the_number_that_tiles_take() {
     let (rows, cols) = (70, 300);
     let x = noise(2, 20 * cols);
     for format in [WeightFormat::F16, WeightFormat::Bf16] {
-        let (matrix, _) = dense_matrix(format, rows, cols, CpuMath::F32);
+        let matrix = dense_matrix(format, rows, cols, CpuMath::F32);
         let isa = Isa::detect();
         let math = Arithmetic::of(CpuMath::F32, isa, [&matrix]);
         let Arithmetic::F32Tiles { from_rows } = math else { panic!("{math:?} of {format:?}") };

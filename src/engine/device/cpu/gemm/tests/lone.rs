@@ -34,8 +34,11 @@ fn inputs(cols: usize, group: usize) -> Vec<(&'static str, Vec<f32>)> {
         ("two of a group 100 times the rest", by(&|i, x| if i % group < 2 { 100.0 + x } else { x })),
         ("magnitudes of 2^-20 to 1", by(&|i, x| x * (-((i * 7 % 21) as f32)).exp2())),
         ("all of one sign", by(&|_, x| 5.0 + x)),
-        ("some groups of zeros", by(&|i, x| if i / group % 3 == 0 { 0.0 } else { x })),
-        ("some groups 1,000 times the rest", by(&|i, x| if i / group % 5 == 0 { 1e3 * x } else { x })),
+        ("some groups of zeros", by(&|i, x| if (i / group).is_multiple_of(3) { 0.0 } else { x })),
+        (
+            "some groups 1,000 times the rest",
+            by(&|i, x| if (i / group).is_multiple_of(5) { 1e3 * x } else { x }),
+        ),
         ("of 1e-33", by(&|_, x| 1e-33 * x)),
         ("of 1e30", by(&|_, x| 1e30 * x)),
     ]
