@@ -423,7 +423,10 @@ fn rows_of_a_matrix_can_be_told_apart() {
                 case.check(&what, rows, &expected, if rows <= 8 { 6e-5 } else { 2.5e-4 });
             }
         }
-        assert!(parts[0].rows == first && whole.cut(&[0..first + 8]).is_err(), "half a unit");
+        assert!(
+            parts[0].rows == first && whole.cut(std::slice::from_ref(&(0..first + 8))).is_err(),
+            "half a unit"
+        );
     }
 }
 
