@@ -300,13 +300,7 @@ impl Knob {
 
     /// What values are allowed, in words.
     pub fn allowed(&self) -> String {
-        let integers = |min: i64, max: i64| {
-            if max >= 1 << 30 {
-                format!("a whole number of {min} or more, at most {max}")
-            } else {
-                format!("{min} to {max}")
-            }
-        };
+        let integers = |min: i64, max: i64| format!("a whole number from {min} to {max}");
         match self.kind {
             Kind::Integer { min, max } => integers(min, max),
             Kind::AutoInteger { min, max } => format!("{} or auto", integers(min, max)),

@@ -234,6 +234,8 @@ fn rows(
     {
         return Some(pieces::rows(isa, cut, zero_points, bf16_scales));
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = form;
     match (isa, packing, math) {
         #[cfg(target_arch = "x86_64")]
         (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::of()),

@@ -13,7 +13,7 @@
 //! Sums of integers are exact, and a product in f32 is, group after group in ascending order,
 //!   part = scale * (sum of (q - 8) A + (sum of (q - 8) B) / 2^s), total = weight scale * (part + (8 - zero) * sum of x) + total.
 //! Three pieces round each activation to 2^-24 of the group's largest; a chain of n multiply-adds rounds n sums instead. Where
-//! few activations make up a group's sum of squares the chain errs less, so such a group takes the fourth piece
+//! few activations make up most of a group, or late ones, the chain errs less, so such a group takes the fourth piece
 //! ([`least_squares`]), and a power of two as its scale: errors against exact products are then no larger than those of
 //! multiply-adds (`tests/lone.rs`). (Where only a group's last activation counts both round once, and are equal.)
 //! Integer sums have no order, so all instruction sets give the same bits; several rows are multiplied by multiply-adds, with
@@ -74,14 +74,17 @@ pub fn rows(isa: Isa, cut: Cut, zero_points: bool, bf16_scales: bool) -> [RowsFn
     }
 }
 
-/// Of the activations over their scale, the sum of squares from which on three pieces err no more than a chain of
-/// multiply-adds. Of n activations, rounded to steps of 2^-8, the errors' variances add up to 2^-16 n / 12. A sum's rounding
-/// varies by 0.18 2^-48 of its square: those of a chain by n / 2 times that of the last sum, those of the pieces by 3 times.
+/// Of the activations over their scale, each times [`LATER_SUMS`] less than the sums that a chain of multiply-adds rounds once it is
+/// in, the sum of squares from which on three pieces err no more than that chain. Errors of n activations, rounded to steps of
+/// 2^-8, vary by 2^-16 n / 12 together; a sum's rounding varies by 0.18 2^-48 of its square, taken as 0.16 for safety.
 #[cfg(target_arch = "x86_64")]
 fn least_squares(group: usize) -> f32 {
-    let chain = (group as f32 / 2.0 - 3.0) * 0.18;
-    group as f32 / 12.0 / chain * 4_294_967_296.0
+    group as f32 / (12.0 * 0.16) * 4_294_967_296.0
 }
+
+/// Roundings of a group's sum by three pieces themselves.
+#[cfg(target_arch = "x86_64")]
+const LATER_SUMS: f32 = 3.0;
 
 /// Cuts a row in f32: whole groups `values` into `pieces`, `ends` scales and sums each group.
 ///
@@ -91,18 +94,21 @@ fn least_squares(group: usize) -> f32 {
 #[target_feature(enable = "avx2,fma")]
 pub unsafe fn cut_f32(values: &[f32], group: usize, pieces: *mut i32, scales: *mut f32, sums: *mut i32) {
     let least = least_squares(group);
+    let lanes = _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0);
     for (g, values) in values.chunks_exact(group).enumerate() {
         let (largest, poison) = largest(values);
         // A scale below the normal numbers would be no scale: what is so small keeps the absolute steps of larger ones.
         let scale = (largest * (1.0 / int16::MOST)).max(f32::MIN_POSITIVE);
         let inverse = _mm256_set1_ps(1.0 / scale);
         let (mut total, mut squares) = (_mm256_setzero_ps(), _mm256_setzero_ps());
+        let mut sums_of_chain = _mm256_sub_ps(_mm256_set1_ps(group as f32 - LATER_SUMS), lanes);
         for values in values.chunks_exact(8) {
             // SAFETY: eight floats.
             let value = unsafe { _mm256_loadu_ps(values.as_ptr()) };
             total = _mm256_add_ps(total, value);
             let value = _mm256_mul_ps(value, inverse);
-            squares = _mm256_fmadd_ps(value, value, squares);
+            squares = _mm256_fmadd_ps(_mm256_mul_ps(value, value), sums_of_chain, squares);
+            sums_of_chain = _mm256_sub_ps(sums_of_chain, _mm256_set1_ps(8.0));
         }
         let four = add_up(squares) < least;
         // SAFETY: the group's part of the row, by the caller's promise.
