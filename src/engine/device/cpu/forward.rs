@@ -12,7 +12,7 @@ use super::batch::Batch;
 use super::cache::{KvPool, StatePool};
 use super::capture::Capture;
 use super::delta::{self, Mix};
-use super::gemm::grouped::{GroupUnit, Grouped, GroupedActivations, group_of};
+use super::gemm::grouped::{GroupUnit, Grouped, GroupedActivations, form_of};
 use super::gemm::{
     Activations, Arithmetic, MAX_TILE, Packed, Product, TileSpace, first_read, first_read_of_pair,
     for_each_tile, max_tile, prefetches_ahead,
@@ -195,14 +195,14 @@ impl Forward<'_> {
     ) -> Result<Vec<Grouped>> {
         let isa = self.isa();
         let mut all: Vec<Grouped> = Vec::new();
-        for group in matrices.filter_map(|matrix| group_of(matrix.packing, packed.math())) {
-            if all.iter().any(|grouped| grouped.group == group) {
+        for needed in matrices.filter_map(|matrix| form_of(isa, matrix.packing, packed)) {
+            if all.iter().any(|grouped| (grouped.group, grouped.form) == needed) {
                 continue;
             }
             if self.buffers.grouped.len() == all.len() {
                 self.buffers.grouped.push(GroupedActivations::default());
             }
-            let grouped = self.buffers.grouped[all.len()].shape(packed, group)?;
+            let grouped = self.buffers.grouped[all.len()].shape(packed, needed)?;
             self.pool.split(packed.units(), grain_of(packed), &|units, _| {
                 for unit in units {
                     isa.run(GroupUnit { packed, grouped: &grouped, unit });

@@ -3,14 +3,14 @@
 //! In a panel the 32 rows of a column lie side by side, so that a kernel multiplies one broadcast activation with two
 //! registers of 16 rows and never adds across lanes. Each output is then one chain of multiply-adds over the columns in
 //! ascending order, for every batch size and instruction set: that is why a row of a batch has the same bits whatever
-//! else is in the batch. (AMX adds up otherwise: `gemm/tiles.rs`.) A panel is read
+//! else is in the batch. (AMX adds up otherwise: `gemm/tiles.rs`; so do a lone row and 4-bit weights: `gemm/pieces.rs`.) A panel is read
 //! front to back, and the panels of a thread follow each other in memory.
 //!
 //! | packing | a panel holds |
 //! |---|---|
 //! | F32, F16 | `[cols][32]` elements |
 //! | Bf16 | `[cols/2][32][2]`: pairs of columns, as bf16 dot products take them |
-//! | Int4 | `[cols/8][32]` words; nibble j of a word is column 2j, nibble 4+j column 2j+1 (j < 4); scales `[groups][32]` of 16 bits; zero points `[groups][16]` bytes, row r low and row r+16 high |
+//! | Int4 | `[cols/8][32]` words; nibble j of a word is column 2j, nibble 4+j column 2j+1 (j < 4), so that the low nibbles of its bytes are columns 0, 4, 1, 5 and the high ones 2, 6, 3, 7; scales `[groups][32]` of 16 bits; zero points `[groups][16]` bytes, row r low and row r+16 high |
 //!
 //! Rows past the end are zero.
 

@@ -2,7 +2,8 @@
 //!
 //! - [`matrix`] packs weights, [`gemm`] multiplies them: one order of additions for every batch size, so that in f32 and
 //!   int16 a row has the same bits whatever else is in the batch. (On a CPU with AMX products of 16-bit weights in f32 have two,
-//!   one for up to 8 rows: also in int16, where those weights are multiplied in f32.)
+//!   one for up to 8 rows: also in int16, where those weights are multiplied in f32. On x86 products of 4-bit weights in f32 have
+//!   two, one for a lone row.)
 //! - [`attention`] and [`delta`] mix tokens over the pools of [`cache`].
 //! - [`forward`] runs the layers, [`output`] the head and sampling, [`session`] the queue of steps.
 //! - [`isa`] chooses instructions at run time, [`pool`] hands phases to threads, [`ceilings`] measures the machine.

@@ -13,6 +13,7 @@ const F32_TILES_FROM_ROWS: usize = 9;
 /// How products are computed: what [`CpuMath`] asks for, as this CPU does it fastest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
+    /// By multiply-adds; a lone row times 4-bit weights by products of bytes, with other last bits (`pieces.rs`).
     F32,
     /// Pairs of bf16 by one instruction (AVX512-BF16). Made by [`Arithmetic::of`] alone, where the CPU has it.
     Bf16Pairs,

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Element, PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use super::{Element, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
     match element {
@@ -212,7 +212,7 @@ pub unsafe fn group_ends<const Z: bool, const B: bool>(
 /// 8 - zero
 #[inline]
 #[target_feature(enable = "avx2")]
-fn offset(zero: __m256i) -> __m256 {
+pub fn offset(zero: __m256i) -> __m256 {
     _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_set1_epi32(8), zero))
 }
 
@@ -283,98 +283,6 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                 }
             }
         }
-    }
-}
-
-/// One token and 1 to 3 panels of 4-bit weights.
-pub fn int4_rows_of(zero_points: bool, bf16_scales: bool) -> [RowsFn; ROW_PANELS] {
-    match (zero_points, bf16_scales) {
-        (false, false) => {
-            [int4_rows::<false, false, 1>, int4_rows::<false, false, 2>, int4_rows::<false, false, 3>]
-        }
-        (false, true) => {
-            [int4_rows::<false, true, 1>, int4_rows::<false, true, 2>, int4_rows::<false, true, 3>]
-        }
-        (true, false) => {
-            [int4_rows::<true, false, 1>, int4_rows::<true, false, 2>, int4_rows::<true, false, 3>]
-        }
-        (true, true) => [int4_rows::<true, true, 1>, int4_rows::<true, true, 2>, int4_rows::<true, true, 3>],
-    }
-}
-
-/// As [`int4_tile`] for one token times N panels, one after the other: one stream, prefetched far ahead as AVX-512 functions
-/// do, also its scales and zero points. (Three panels side by side, 256 bytes ahead, read a quarter less.)
-///
-/// A nibble is not shifted down and converted, but left where it lies in the mantissa of a float whose unit is its lowest bit
-/// (2^(23 - shift) + nibble), and lessened by that power and 8 in one subtraction: exact, so a row's bits are those
-/// of [`int4_tile`], by four instructions a register instead of five.
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn int4_rows<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
-    let blocks = rows.group / 8;
-    for n in 0..N {
-        let (panel, scales, zero_points) = (rows.panels[n], rows.scales[n], rows.zeros[n]);
-        // SAFETY: the contract of `RowsFn` covers every access below; prefetches never fault.
-        unsafe {
-            let mut totals = [_mm256_setzero_ps(); 4];
-            for g in 0..rows.cols / rows.group {
-                let (zero_points, scales) = (zero_points.wrapping_add(16 * g), scales.add(64 * g));
-                _mm_prefetch::<_MM_HINT_T0>(scales.wrapping_add(GROUPS_AHEAD * 64).cast());
-                if Z {
-                    _mm_prefetch::<_MM_HINT_T0>(zero_points.wrapping_add(GROUPS_AHEAD * 16).cast());
-                }
-                let mut parts = [_mm256_setzero_ps(); 4];
-                for block in g * blocks..(g + 1) * blocks {
-                    let at = panel.add(128 * block);
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES + 64).cast());
-                    let (mut even, mut odd) = ([_mm256_setzero_si256(); 4], [_mm256_setzero_si256(); 4]);
-                    for v in 0..4 {
-                        even[v] = _mm256_loadu_si256(at.add(32 * v).cast());
-                        odd[v] = _mm256_srli_epi32::<16>(even[v]);
-                    }
-                    let x = rows.x.add(8 * block);
-                    add_row_column::<0>(&mut parts, &even, *x);
-                    add_row_column::<0>(&mut parts, &odd, *x.add(1));
-                    add_row_column::<4>(&mut parts, &even, *x.add(2));
-                    add_row_column::<4>(&mut parts, &odd, *x.add(3));
-                    add_row_column::<8>(&mut parts, &even, *x.add(4));
-                    add_row_column::<8>(&mut parts, &odd, *x.add(5));
-                    add_row_column::<12>(&mut parts, &even, *x.add(6));
-                    add_row_column::<12>(&mut parts, &odd, *x.add(7));
-                }
-                for v in 0..4 {
-                    let (zero, scale) = group_ends::<Z, B>(zero_points, scales, v);
-                    let mut part = parts[v];
-                    if Z {
-                        part = _mm256_fmadd_ps(offset(zero), _mm256_set1_ps(*rows.x_totals.add(g)), part);
-                    }
-                    totals[v] = _mm256_fmadd_ps(scale, part, totals[v]);
-                }
-            }
-            for (v, total) in totals.iter().enumerate() {
-                _mm256_storeu_ps(rows.out.add(32 * n + 8 * v), *total);
-            }
-        }
-    }
-}
-
-/// The float whose mantissa counts in units of its bit `SHIFT`: 2^(23 - SHIFT).
-#[inline]
-#[target_feature(enable = "avx2")]
-fn unit_at<const SHIFT: i32>() -> __m256 {
-    _mm256_castsi256_ps(_mm256_set1_epi32((127 + 23 - SHIFT) << 23))
-}
-
-/// One column of a panel: nibbles at bit `SHIFT` of each word.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn add_row_column<const SHIFT: i32>(parts: &mut [__m256; 4], words: &[__m256i; 4], x: f32) {
-    let x = _mm256_set1_ps(x);
-    let lessened = _mm256_add_ps(unit_at::<SHIFT>(), _mm256_set1_ps(8.0));
-    for v in 0..4 {
-        let nibbles = _mm256_and_si256(words[v], _mm256_set1_epi32(15 << SHIFT));
-        let sums = _mm256_or_ps(_mm256_castsi256_ps(nibbles), unit_at::<SHIFT>());
-        parts[v] = _mm256_fmadd_ps(_mm256_sub_ps(sums, lessened), x, parts[v]);
     }
 }
 

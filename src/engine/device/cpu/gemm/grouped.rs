@@ -1,13 +1,15 @@
 //! Activations group by group, as products with 4-bit weights need them beside the packed ones: in int16 arithmetic rounded to
 //! integers (see `int16.rs`); in f32 the total of each group, by which a tile takes zero points off once a group instead of
-//! from every weight.
+//! from every weight; of a lone row in both, bytes (see `pieces.rs`).
 
 use super::super::isa::{Arch, Work};
 use super::super::memory::{Scratch, Shared};
 #[cfg(target_arch = "x86_64")]
 use super::int16_tiles::Planes;
+use super::pieces::{self, Cut};
 use super::{Arithmetic, Packed, Tiling, int16};
 use crate::Result;
+use crate::engine::device::cpu::isa::Isa;
 use crate::engine::device::cpu::matrix::Packing;
 
 /// Columns of a block of planes, and what loads of 16 of its lines may read beyond the last, as pairs.
@@ -23,70 +25,89 @@ pub struct GroupedActivations {
     totals: Scratch<f32>,
 }
 
+/// What a product reads of grouped activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// Totals alone.
+    Totals,
+    /// Integers in pairs of columns, scales and sums.
+    Pairs,
+    /// Integers in planes of bytes, for products of tiles (see `int16_tiles.rs`), and scales.
+    Planes,
+    /// A lone row in bytes, scales and sums (see `pieces.rs`).
+    Pieces(Cut),
+}
+
 /// A view of grouped activations. Tiles lie one after the other, as those of [`Packed`]; in a tile of T tokens pairs of
-/// columns are `[cols/2][T]` (the even column low), for products of tiles planes of bytes (see `int16_tiles.rs`); scales, sums
-/// and totals are `[groups][T]`.
+/// columns are `[cols/2][T]` (the even column low); scales, sums and totals are `[groups][T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Grouped {
     tiling: Tiling,
     cols: usize,
     pub group: usize,
-    /// Rounded to integers; else there are totals alone.
-    pub integers: bool,
+    pub form: Form,
     pairs: Shared<i32>,
     scales: Shared<f32>,
     sums: Shared<i32>,
     totals: Shared<f32>,
-    /// For products of tiles.
-    planes: bool,
     /// Columns, of planes in whole blocks.
     padded: usize,
 }
 
-/// The group by which products with a matrix need their activations grouped.
-pub fn group_of(packing: Packing, math: Arithmetic) -> Option<usize> {
-    match packing {
-        Packing::Int4 { group, zero_points, .. } => match math {
-            Arithmetic::Int16 if int16::fits(group) => Some(group),
-            Arithmetic::Int16Tiles { .. } => Some(group),
-            Arithmetic::Bf16Pairs => None,
-            _ => zero_points.then_some(group),
-        },
-        _ => None,
-    }
+/// The group by which products with a matrix need their activations grouped, and what they read.
+pub fn form_of(isa: Isa, packing: Packing, packed: &Packed) -> Option<(usize, Form)> {
+    let Packing::Int4 { group, zero_points, .. } = packing else { return None };
+    let lone = packed.tiling.rows == 1;
+    let form = match packed.math() {
+        Arithmetic::Int16 if lone && pieces::in_int16(isa, group) => Form::Pieces(Cut::Int16),
+        Arithmetic::Int16 if int16::fits(group) => Form::Pairs,
+        Arithmetic::Int16Tiles { .. } => Form::Planes,
+        Arithmetic::F32 if lone && pieces::in_f32(isa, group) => Form::Pieces(Cut::F32),
+        Arithmetic::Bf16Pairs => return None,
+        _ if zero_points => Form::Totals,
+        _ => return None,
+    };
+    Some((group, form))
 }
 
 impl GroupedActivations {
-    /// Room for the rows of `packed`; contents are whatever they were.
-    pub fn shape(&mut self, packed: &Packed, group: usize) -> Result<Grouped> {
+    /// Room for the rows of `packed`, by what [`form_of`] gave; contents are whatever they were.
+    pub fn shape(&mut self, packed: &Packed, (group, form): (usize, Form)) -> Result<Grouped> {
         let (tiling, cols) = (packed.tiling, packed.cols);
         debug_assert!(group.is_multiple_of(8) && cols.is_multiple_of(group));
-        let planes = packed.math().is_int16_tiles();
-        let integers = planes || packed.math() == Arithmetic::Int16 && int16::fits(group);
         let groups = tiling.rows * cols / group;
         let mut padded = cols;
-        if integers {
-            let mut slack = 0;
-            if planes {
-                (padded, slack) = (cols.next_multiple_of(PLANE_COLUMNS), PLANE_SLACK);
+        let (mut integers, mut scales, mut sums) = (tiling.rows * cols / 2, groups, groups);
+        match form {
+            Form::Totals => {
+                (integers, scales, sums) = (0, 0, 0);
+                self.totals.reserve(groups)?;
             }
-            self.pairs.reserve(tiling.rows * padded / 2 + slack)?;
-            self.scales.reserve(groups)?;
-            self.sums.reserve(groups)?;
-        } else {
-            self.totals.reserve(groups)?;
+            Form::Pairs => {}
+            Form::Planes => {
+                padded = cols.next_multiple_of(PLANE_COLUMNS);
+                integers = tiling.rows * padded / 2 + PLANE_SLACK;
+            }
+            Form::Pieces(cut) => {
+                integers = cols / 8 * cut.block_words();
+                let (of_scales, of_sums) = cut.ends();
+                (scales, sums) = (groups * of_scales, groups * of_sums);
+            }
         }
+        self.pairs.reserve(integers)?;
+        self.scales.reserve(scales)?;
+        self.sums.reserve(sums)?;
         let (pairs, scales) = (self.pairs.ptr(), self.scales.ptr());
         let (sums, totals) = (self.sums.ptr(), self.totals.ptr());
-        Ok(Grouped { tiling, cols, group, integers, pairs, scales, sums, totals, planes, padded })
+        Ok(Grouped { tiling, cols, group, form, pairs, scales, sums, totals, padded })
     }
 }
 
 impl Grouped {
-    /// Start of a tile's (pairs or planes, scales, sums), where they are integers. (Of planes there are no sums.)
+    /// Start of a tile's (pairs, planes or pieces, scales, sums), where they are integers. (Of planes there are no sums.)
     #[inline(always)]
     pub fn tile(&self, tile: usize) -> (*const i32, *const f32, *const i32) {
-        debug_assert!(self.integers);
+        debug_assert!(self.form != Form::Totals);
         let (start, _) = self.tiling.tile(tile);
         let groups = self.cols / self.group;
         // SAFETY: inside the buffers, which hold all rows.
@@ -102,7 +123,7 @@ impl Grouped {
     /// Start of a tile's totals, where they are not.
     #[inline(always)]
     pub fn totals(&self, tile: usize) -> *const f32 {
-        debug_assert!(!self.integers);
+        debug_assert!(self.form == Form::Totals);
         let (start, _) = self.tiling.tile(tile);
         // SAFETY: as above.
         unsafe { self.totals.get().add(start * (self.cols / self.group)) }
@@ -122,11 +143,13 @@ impl Work for GroupUnit<'_> {
     #[inline(always)]
     fn run<A: Arch>(self) {
         #[cfg(target_arch = "x86_64")]
-        if self.grouped.planes {
-            return round_row(&self);
+        match self.grouped.form {
+            Form::Planes => return round_row(&self),
+            Form::Pieces(cut) => return cut_row(&self, cut),
+            Form::Totals | Form::Pairs => {}
         }
         let tokens = self.grouped.tiling.tile(self.unit).1;
-        if !self.grouped.integers {
+        if self.grouped.form == Form::Totals {
             return match tokens {
                 1 => add_up_tile::<1, 8>(&self),
                 2 => add_up_tile::<2, 16>(&self),
@@ -306,7 +329,7 @@ fn scale_group<const T: usize, const L: usize>(values: &[f32], scales: &mut [f32
 /// A group's scale and its inverse, by its largest magnitude.
 #[inline(always)]
 pub fn scale(largest: f32) -> (f32, f32) {
-    let scale = largest * (1.0 / 32767.0);
+    let scale = largest * (1.0 / int16::MOST);
     // Of zeros, or of numbers so small that their scale is no longer one, zeros.
     (scale, if scale >= f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 })
 }
@@ -324,5 +347,22 @@ fn round_row(work: &GroupUnit<'_>) {
         let planes = Planes { start: grouped.pairs.get().add(start * grouped.padded / 2).cast(), tokens };
         let scales = grouped.scales.get().add(start * groups);
         super::int16_tiles::round_row(packed.row(row), grouped.group, t, planes, scales);
+    }
+}
+
+/// A lone row, in pieces.
+#[cfg(target_arch = "x86_64")]
+fn cut_row(work: &GroupUnit<'_>, cut: Cut) {
+    let GroupUnit { packed, grouped, .. } = *work;
+    debug_assert_eq!(grouped.tiling.rows, 1);
+    let cut_row = match cut {
+        Cut::Int16 => pieces::cut_int16,
+        Cut::F32 => pieces::cut_f32,
+    };
+    // SAFETY: one thread cuts the row; its columns were written before and are only read now. Pieces are asked for only where the
+    // CPU has AVX2 and FMA, and `GroupedActivations::shape` made room for them.
+    unsafe {
+        let values = std::slice::from_raw_parts(packed.tile_values(0), grouped.cols);
+        cut_row(values, grouped.group, grouped.pairs.get(), grouped.scales.get(), grouped.sums.get());
     }
 }

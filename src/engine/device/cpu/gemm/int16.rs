@@ -1,23 +1,26 @@
 //! 4-bit weights times 16-bit activations (`cpu_math = int16`): exact integers within a group, f32 from group to group.
 //!
-//! A row's activations of one group of columns become x = scale * i with scale = max |x| / 32767, so that each is off by
-//! at most 2^-16 of the group's largest. A product is then, group after group in ascending order,
+//! A row's activations of one group of columns become x = scale * i with scale = max |x| / 32639, so that each is off by
+//! at most 1/65278 of the group's largest, and cuts into two signed bytes. A product is then, group after group in ascending order,
 //!   total = (weight scale * scale) * (sum of q i - zero * sum of i) + total,
 //! both sums exact in 32 bits. Integer sums have no order, so every instruction set and tile gives the same bits.
-//! That holds for tiles of AMX as well (`int16_tiles.rs`), which multiply many rows.
+//! That holds for tiles of AMX as well (`int16_tiles.rs`), which multiply many rows, and for a lone row in bytes (`pieces.rs`).
 //! One instruction multiplies and adds two 16-bit columns in each lane, twice what a multiply-add of floats does, and a
 //! nibble is an operand as it is, without becoming a float.
 
 use super::super::isa::{Isa, Plain, fma, has_vnni};
 use super::portable::{widen_bf16, widen_f16};
-use super::{MAX_TILE, ROW_PANELS, RowsFn, Tile, TileFn};
+use super::{MAX_TILE, Tile, TileFn};
 
 /// Most tokens of a tile: sums, operands and masks of more do not fit the registers.
 pub fn max_tokens(isa: Isa) -> usize {
     if isa == Isa::Avx512 && has_vnni() { MAX_TILE } else { 4 }
 }
 
-/// Largest group whose sums of 15 * 32767 stay within 31 bits.
+/// The largest integer that is 256 a + b with a and b signed bytes of a magnitude of at most 127.
+pub const MOST: f32 = 32639.0;
+
+/// Largest group whose sums of 15 * 256 * 128 stay within 31 bits.
 const MAX_GROUP: usize = 4096;
 
 /// Whether these functions multiply matrices of such groups.
@@ -38,17 +41,6 @@ pub fn tile(isa: Isa, zero_points: bool, bf16_scales: bool, tokens: usize) -> Ti
             (true, false) => pick::<true, false>(tokens),
             (true, true) => pick::<true, true>(tokens),
         },
-    }
-}
-
-/// The functions for one token and several panels, where the instruction set has them.
-pub fn rows(isa: Isa, zero_points: bool, bf16_scales: bool) -> Option<[RowsFn; ROW_PANELS]> {
-    match isa {
-        // One panel at a time is a stream at the memory's speed there.
-        Isa::Avx512 if has_vnni() => None,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx2 => Some(super::int16_avx2::rows(zero_points, bf16_scales)),
-        _ => None,
     }
 }
 

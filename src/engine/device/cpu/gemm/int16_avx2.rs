@@ -2,8 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::avx2::{GROUPS_AHEAD, group_ends};
-use super::{PREFETCH_BYTES, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use super::avx2::group_ends;
+use super::{Tile, TileFn};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match (zero_points, bf16_scales) {
@@ -21,16 +21,6 @@ fn pick<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
         tokens_tile::<Z, B, 3, 2>,
         tokens_tile::<Z, B, 4, 2>,
     ][tokens - 1]
-}
-
-/// One token, 1 to 3 panels.
-pub fn rows(zero_points: bool, bf16_scales: bool) -> [RowsFn; ROW_PANELS] {
-    match (zero_points, bf16_scales) {
-        (false, false) => [panels::<false, false, 1>, panels::<false, false, 2>, panels::<false, false, 3>],
-        (false, true) => [panels::<false, true, 1>, panels::<false, true, 2>, panels::<false, true, 3>],
-        (true, false) => [panels::<true, false, 1>, panels::<true, false, 2>, panels::<true, false, 3>],
-        (true, true) => [panels::<true, true, 1>, panels::<true, true, 2>, panels::<true, true, 3>],
-    }
 }
 
 /// total = (scale * x_scale) * (part - zero * x_sum) + total
@@ -119,54 +109,6 @@ unsafe fn tokens_tile<const Z: bool, const B: bool, const T: usize, const V: usi
                 for (v, total) in totals.iter().enumerate() {
                     _mm256_storeu_ps(tile.out.add(t * tile.out_stride + 8 * (pass * V + v)), *total);
                 }
-            }
-        }
-    }
-}
-
-/// One token times N panels one after the other, prefetched as `avx2::int4_rows`.
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn panels<const Z: bool, const B: bool, const N: usize>(rows: &Rows) {
-    let blocks = rows.group / 8;
-    for n in 0..N {
-        let (panel, scales, zeros) = (rows.panels[n], rows.scales[n], rows.zeros[n]);
-        // SAFETY: the contract of `RowsFn` covers every access below; prefetches never fault.
-        unsafe {
-            let mut totals = [_mm256_setzero_ps(); 4];
-            for g in 0..rows.cols / rows.group {
-                let (zeros, scales) = (zeros.wrapping_add(16 * g), scales.add(64 * g));
-                _mm_prefetch::<_MM_HINT_T0>(scales.wrapping_add(GROUPS_AHEAD * 64).cast());
-                if Z {
-                    _mm_prefetch::<_MM_HINT_T0>(zeros.wrapping_add(GROUPS_AHEAD * 16).cast());
-                }
-                let mut parts = [_mm256_setzero_si256(); 4];
-                for block in g * blocks..(g + 1) * blocks {
-                    let mut x = [_mm256_setzero_si256(); 4];
-                    for (j, x) in x.iter_mut().enumerate() {
-                        *x = _mm256_set1_epi32(*rows.x.cast::<i32>().add(4 * block + j));
-                    }
-                    let at = panel.add(128 * block);
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES).cast());
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES + 64).cast());
-                    for (v, part) in parts.iter_mut().enumerate() {
-                        let words = _mm256_loadu_si256(at.add(32 * v).cast());
-                        let first = _mm256_madd_epi16(pair::<0>(words), x[0]);
-                        let second = _mm256_madd_epi16(pair::<4>(words), x[1]);
-                        let third = _mm256_madd_epi16(pair::<8>(words), x[2]);
-                        let fourth = _mm256_madd_epi16(pair::<12>(words), x[3]);
-                        let low = _mm256_add_epi32(first, second);
-                        let high = _mm256_add_epi32(third, fourth);
-                        *part = _mm256_add_epi32(*part, _mm256_add_epi32(low, high));
-                    }
-                }
-                let x_ends = (*rows.x_scales.add(g), *rows.x_sums.add(g));
-                for v in 0..4 {
-                    let ends = group_ends::<Z, B>(zeros, scales, v);
-                    totals[v] = add_group(ends, x_ends, parts[v], totals[v]);
-                }
-            }
-            for (v, total) in totals.iter().enumerate() {
-                _mm256_storeu_ps(rows.out.add(32 * n + 8 * v), *total);
             }
         }
     }

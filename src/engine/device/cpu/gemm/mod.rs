@@ -10,6 +10,9 @@
 //! bits tell whether it was computed among fewer or more. 4-bit weights in int16 arithmetic have tiles of bytes for the same bits
 //! (`int16_tiles.rs`).
 //!
+//! A lone row of f32 arithmetic meets 4-bit weights as fixed-point numbers cut into bytes (`pieces.rs`), with errors no larger than
+//! those of multiply-adds and other last bits: there too they tell whether a row was computed alone. In int16 they do not.
+//!
 //! The tiles of this file serve attention too: 16 keys of a cache tile are half a panel with head_dim columns, and the values of a
 //! block are a panel whose columns are tokens.
 
@@ -32,6 +35,11 @@ mod int16_avx512;
 mod int16_tiles;
 mod packed;
 mod peak;
+mod pieces;
+#[cfg(target_arch = "x86_64")]
+mod pieces_avx2;
+#[cfg(target_arch = "x86_64")]
+mod pieces_avx512;
 mod portable;
 mod product;
 #[cfg(test)]
@@ -126,11 +134,10 @@ pub struct Rows {
     pub zeros: [*const u8; ROW_PANELS],
     pub group: usize,
     pub cols: usize,
-    /// As in [`Tile`], with T = 1.
+    /// As in [`Tile`], with T = 1; for products of bytes as [`pieces::Cut`] says.
     pub x: *const f32,
     pub x_scales: *const f32,
     pub x_sums: *const i32,
-    pub x_totals: *const f32,
     /// As in [`Tile`].
     pub far: usize,
     /// [panels][32] sums.
@@ -211,8 +218,22 @@ pub fn dense(isa: Isa, element: Element, tokens: usize) -> TileFn {
     }
 }
 
-/// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them.
-fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PANELS]> {
+/// The functions for one token and 1 to [`ROW_PANELS`] panels, where the instruction set has them; `form` is that of the grouped
+/// activations.
+fn rows(
+    isa: Isa,
+    packing: Packing,
+    math: Arithmetic,
+    form: Option<grouped::Form>,
+) -> Option<[RowsFn; ROW_PANELS]> {
+    #[cfg(target_arch = "x86_64")]
+    if let (Packing::Int4 { zero_points, bf16_scales, .. }, Some(grouped::Form::Pieces(cut))) =
+        (packing, form)
+    {
+        return Some(pieces::rows(isa, cut, zero_points, bf16_scales));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = form;
     match (isa, packing, math) {
         #[cfg(target_arch = "x86_64")]
         (_, _, Arithmetic::Bf16Tiles) => Some(tile_rows::of()),
@@ -232,13 +253,6 @@ fn rows(isa: Isa, packing: Packing, math: Arithmetic) -> Option<[RowsFn; ROW_PAN
         (Isa::Avx2, Packing::F16, _) => Some(avx2::rows_of(Element::F16)),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, Packing::Bf16, _) => Some(avx2::rows_of(Element::Bf16Pairs)),
-        (_, Packing::Int4 { group, zero_points, bf16_scales }, Arithmetic::Int16) if int16::fits(group) => {
-            int16::rows(isa, zero_points, bf16_scales)
-        }
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2, Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
-            Some(avx2::int4_rows_of(zero_points, bf16_scales))
-        }
         _ => None,
     }
 }

@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::grouped::{self, Grouped};
+use super::grouped::{self, Form, Grouped};
 use super::{
     Arithmetic, Element, MAX_ROWS, PREFETCH_BYTES, Packed, ROW_PANELS, Rows, RowsFn, Tile, TileFn, dense,
     far, int4, int16, max_tile_of, rows,
@@ -41,10 +41,11 @@ impl<'a> Product<'a> {
     /// `all_grouped` holds the activations for every size of group that [`grouped::group_of`] names.
     pub fn new(isa: Isa, matrix: &'a Matrix, packed: Packed, all_grouped: &[Grouped]) -> Self {
         debug_assert_eq!(matrix.cols, packed.cols);
-        let group = grouped::group_of(matrix.packing, packed.math());
-        let grouped = all_grouped.iter().find(|grouped| Some(grouped.group) == group).copied();
-        assert_eq!(grouped.map(|grouped| grouped.group), group, "activations that were not grouped");
-        let integers = grouped.is_some_and(|grouped| grouped.integers);
+        let needed = grouped::form_of(isa, matrix.packing, &packed);
+        let form = |grouped: &Grouped| (grouped.group, grouped.form);
+        let grouped = all_grouped.iter().find(|grouped| Some(form(grouped)) == needed).copied();
+        assert_eq!(grouped.as_ref().map(form), needed, "activations that were not grouped");
+        let form = grouped.map(|grouped| grouped.form);
         let choose = |tokens: usize| match (matrix.packing, packed.math()) {
             #[cfg(target_arch = "x86_64")]
             (packing, Arithmetic::F32Tiles { .. }) => tiles::f32(packing),
@@ -63,7 +64,7 @@ impl<'a> Product<'a> {
             (Packing::Int4 { zero_points, bf16_scales, .. }, Arithmetic::Bf16Pairs) => {
                 avx512_int4::int4_bf16(zero_points, bf16_scales, tokens)
             }
-            (Packing::Int4 { zero_points, bf16_scales, .. }, _) if integers => {
+            (Packing::Int4 { zero_points, bf16_scales, .. }, _) if form == Some(Form::Pairs) => {
                 int16::tile(isa, zero_points, bf16_scales, tokens)
             }
             (Packing::Int4 { zero_points, bf16_scales, .. }, _) => {
@@ -71,7 +72,8 @@ impl<'a> Product<'a> {
             }
         };
         let small = packed.tiling.small;
-        let rows = if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math()) } else { None };
+        let rows =
+            if packed.tiling.rows == 1 { rows(isa, matrix.packing, packed.math(), form) } else { None };
         Self {
             matrix,
             packed,
@@ -98,7 +100,7 @@ impl<'a> Product<'a> {
         match &self.rows {
             Some(functions) => {
                 let none = [std::ptr::null(); ROW_PANELS];
-                let (x, x_scales, x_sums, x_totals) = self.activations(tile);
+                let (x, x_scales, x_sums, _) = self.activations(tile);
                 let mut rows = Rows {
                     panels: none,
                     scales: none,
@@ -108,7 +110,6 @@ impl<'a> Product<'a> {
                     x,
                     x_scales,
                     x_sums,
-                    x_totals,
                     far: self.far,
                     out: out.cast(),
                 };
@@ -141,7 +142,7 @@ impl<'a> Product<'a> {
     fn activations(&self, tile: usize) -> (*const f32, *const f32, *const i32, *const f32) {
         let (no_scales, no_sums) = (std::ptr::null(), std::ptr::null());
         match &self.grouped {
-            Some(grouped) if grouped.integers => {
+            Some(grouped) if grouped.form != Form::Totals => {
                 let (pairs, scales, sums) = grouped.tile(tile);
                 (pairs.cast(), scales, sums, std::ptr::null())
             }
