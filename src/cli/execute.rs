@@ -124,7 +124,7 @@ fn trace(run: &mut Run, format: Format) -> Result<()> {
     Ok(())
 }
 
-/// Checks the claims, writes run.json and the report files, and prints the table.
+/// Checks the claims, writes run.json and the report files, and prints the table and what has to be known of it.
 pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) -> Result<()> {
     folder.replace(RUN_FILE, &record.json()?)?;
     let mut results = RunResults::read(folder.path())?;
@@ -138,6 +138,7 @@ pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) ->
             .map_err(|error| Error::read(&folder.file("summary.csv"), &error))?,
         Format::Json => json::array(&results.summaries)?,
     })?;
+    record.warnings.iter().for_each(|warning| output::warning(warning));
     output::note(&format!("results: {}", folder.path().display()));
     Ok(())
 }

@@ -263,7 +263,6 @@ impl Runner<'_> {
             Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
             Err(error) => {
                 let warning = format!("{}: its perplexity was not measured: {error}", arm.model);
-                self.progress.warning(&warning);
                 if !self.record.warnings.contains(&warning) {
                     self.record.warnings.push(warning);
                 }
