@@ -295,10 +295,13 @@ impl Session for CudaSession {
 
     fn wait(&mut self, ticket: Ticket) -> Result<StepOutput> {
         self.gpu.bind()?;
-        if self.in_flight.front().is_none_or(|step| step.ticket != ticket.0) {
-            return Err(Error::bug(format!("step {} is not the oldest in flight", ticket.0)));
-        }
-        let Some(step) = self.in_flight.pop_front() else { unreachable!("looked at above") };
+        let step = match self.in_flight.pop_front() {
+            Some(step) if step.ticket == ticket.0 => step,
+            other => {
+                other.into_iter().for_each(|step| self.in_flight.push_front(step));
+                return Err(Error::bug(format!("step {} is not the oldest in flight", ticket.0)));
+            }
+        };
         let turn = ticket.0 as usize % RING;
         let slot = &self.slots[turn];
         let was_done = slot.end.is_done()?;

@@ -17,7 +17,39 @@ fn mixer_bytes(rows: usize, width: usize, size: usize, packed: &Packed) -> usize
     4 * rows * (width + 2 * size) + packed.bytes()
 }
 
+/// Weights that are read after a mixer's input products: the mixer itself reads none to speak of.
+fn behind_mixer(output: &Matrix) -> Upcoming<'_> {
+    Upcoming::Matrices(std::slice::from_ref(output))
+}
+
+/// What a mixer reads and where it writes.
+struct Projected {
+    /// [rows][`width`].
+    inputs: Shared<f32>,
+    width: usize,
+    /// [rows][size of the mixer's output].
+    output: Shared<f32>,
+}
+
 impl Forward<'_> {
+    /// The norm of a mixer's input and the products by `inputs`, behind which `next` is read, and room for `size` numbers a row of its output.
+    fn project(
+        &mut self,
+        phase: &'static str,
+        layer_index: usize,
+        layer: &LayerWeights,
+        inputs: &[Matrix],
+        next: Upcoming<'_>,
+        size: usize,
+    ) -> Result<Projected> {
+        let math = self.weights.arithmetic_of_inputs(inputs);
+        let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
+        self.capture(layer_index, Point::MixerIn, &packed);
+        let (inputs, width) = self.products(phase, inputs, &packed, next)?;
+        self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
+        Ok(Projected { inputs, width, output: self.buffers.mixer_rows.ptr() })
+    }
+
     pub(super) fn attention(
         &mut self,
         layer_index: usize,
@@ -28,16 +60,11 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let math = self.weights.arithmetic_of_inputs(inputs);
-        let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
-        self.capture(layer_index, Point::MixerIn, &packed);
-        // The mixer between the two products reads no weights to speak of.
-        let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
-        let (qkv, width) = self.products("attention_in", inputs, &packed, next)?;
         let attention = &spec.attention;
         let size = attention.heads * attention.head_dim;
-        self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
-        let output = self.buffers.mixer_rows.ptr();
+        let next = behind_mixer(output_matrix);
+        let Projected { inputs: qkv, width, output } =
+            self.project("attention_in", layer_index, layer, inputs, next, size)?;
         let Some(kv) = self.kv else { return self.pack_mixer_rows(size, output_matrix) };
         let shared = attention::Layer {
             spec: attention,
@@ -126,15 +153,10 @@ impl Forward<'_> {
         output_matrix: &Matrix,
     ) -> Result<Packed> {
         let spec = self.weights.spec();
-        let math = self.weights.arithmetic_of_inputs(inputs);
-        let packed = self.norm(layer_index, &layer.input_norm, None, math)?;
-        self.capture(layer_index, Point::MixerIn, &packed);
-        // The mixer between the two products reads no weights to speak of.
-        let next = Upcoming::Matrices(std::slice::from_ref(output_matrix));
-        let (projections, width) = self.products("delta_in", inputs, &packed, next)?;
         let size = spec.delta_net.as_ref().map_or(0, |delta| delta.value_size());
-        self.buffers.mixer_rows.reserve(self.batch.rows * size)?;
-        let output = self.buffers.mixer_rows.ptr();
+        let next = behind_mixer(output_matrix);
+        let Projected { inputs: projections, width, output } =
+            self.project("delta_in", layer_index, layer, inputs, next, size)?;
         let (Some(delta), Some(state)) = (&spec.delta_net, self.state) else {
             return self.pack_mixer_rows(size, output_matrix);
         };
