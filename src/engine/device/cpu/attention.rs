@@ -177,10 +177,10 @@ pub struct Attend<'a> {
     /// These are all of the sequence's tokens and their heads are still to be prepared: K and V that a thread writes here
     /// it reads right after.
     pub prepare: bool,
-    /// The sequence and KV head that this thread most likely takes next, where tiles prefetch: a decode step prefetches its
-    /// keys and values.
+    /// The sequence and KV head that this thread most likely takes next: a decode step prefetches its keys and, where tiles
+    /// prefetch ahead ([`gemm::prefetches_ahead`]), its values.
     pub next: Option<(&'a Sequence, usize)>,
-    /// This item's keys and values were so prefetched.
+    /// All of this item's keys and values were so prefetched.
     pub prefetched: bool,
     pub workspace: &'a mut Workspace,
 }
@@ -279,12 +279,25 @@ fn attend_rows<A: Arch>(
     };
     let values_of =
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
-    // Of a decode step every key is new to the caches. Where tiles prefetch, each item does so for the next one's keys while it
-    // multiplies its own, and for the values while it works on the softmax; else it reads its blocks side by side before it
-    // uses them. A prompt's tiles find them there.
+    // Of a decode step every key is new to the caches. Where tiles prefetch ahead, each item does so for the next one's keys while
+    // it multiplies its own, and for the values while it works on the softmax. Else it reads its blocks side by side before it
+    // uses them, and asks for the next one's keys at an even pace while it multiplies: as much as memory can bring meanwhile.
+    // A prompt's tiles find them there.
     let decode = sequence.tokens() == 1;
     let cold = decode && !prefetched;
-    let next_item = next_item.filter(|_| decode);
+    let (next_item, paced) = match next_item.filter(|_| decode) {
+        next if gemm::prefetches_ahead(layer.isa) => (next, None),
+        next => (None, next),
+    };
+    let key_tile_bytes = key_stride * dim;
+    // One tile of the next item's keys for each pair of tiles of scores, and one in between for as many values.
+    let paced_tile = |slot: usize| {
+        let (next, head) = paced.filter(|(next, _)| slot / block_slots < next.blocks.len())?;
+        Some(
+            kv.key_tile(layer.index, next.blocks[slot / block_slots] as usize, head, slot % block_slots)
+                .cast_const(),
+        )
+    };
     let next_block =
         |next: &Sequence, slot: usize| next.blocks[(slot / block_slots).min(next.blocks.len() - 1)] as usize;
     let read_blocks = |slot: usize, start: &dyn Fn(usize) -> *const u8, bytes: usize| {
@@ -315,6 +328,7 @@ fn attend_rows<A: Arch>(
         let tile = Tile::dense(key_tile(slot), key_tile(second), key_stride, dim, workspace.queries.as_ptr())
             .into(out, score_stride, false)
             .prefetching(ahead(slot), ahead(slot + LANES));
+        let tile = Tile { next: paced_tile(slot).map_or(tile.next, |start| (start, key_tile_bytes)), ..tile };
         // SAFETY: K tiles hold head_dim columns of 16 keys, queries [head_dim][count], scores `count` rows.
         unsafe { tile_fn(&tile) };
         slot += 2 * LANES;
@@ -353,7 +367,11 @@ fn attend_rows<A: Arch>(
             let starts: [_; BLOCKS_AT_ONCE] = std::array::from_fn(|block| {
                 values_of((slot + block * block_slots).min(slots - 1)).cast_const()
             });
+            let next: [_; BLOCKS_AT_ONCE / 2] = std::array::from_fn(|pair| {
+                paced_tile(slot + (2 * pair + 1) * block_slots).unwrap_or(std::ptr::null())
+            });
             let operands = Values {
+                next: (&next, key_tile_bytes),
                 blocks: &starts[..tokens.div_ceil(block_slots)],
                 block_tokens: block_slots,
                 tokens,

@@ -114,7 +114,7 @@ impl Forward<'_> {
         let threads = self.pool.threads();
         let grain = (items.len() / (8 * threads)).clamp(1, attention.kv_heads);
         let ahead = |thread: usize| next.of(threads, thread);
-        // Where tiles do not prefetch for the next item, each one reads its own blocks side by side.
+        // Where tiles do not prefetch ahead, each item reads its own blocks side by side.
         let prefetches = prefetches_ahead(self.isa());
         self.pool.split_before(&ahead, items.len(), grain, &|range, thread| {
             // SAFETY: each thread has its own space.
@@ -122,8 +122,7 @@ impl Forward<'_> {
             for index in range {
                 let (which, kv_head, tokens) = &items[index];
                 let sequence = &batch.sequences[*which];
-                let next = items.get(index + 1).filter(|_| prefetches);
-                let next = next.map(|next| (&batch.sequences[next.0], next.1));
+                let next = items.get(index + 1).map(|next| (&batch.sequences[next.0], next.1));
                 shared.isa.run(Attend {
                     layer: &shared,
                     sequence,

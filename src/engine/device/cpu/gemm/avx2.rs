@@ -1,6 +1,7 @@
 //! AVX2 tiles: registers of 8 rows, up to six tokens. Up to three tokens take all 32 rows at once; more take 16 rows at a
 //! time (12 sums fit the 16 registers), the second half of a panel then comes from the L1.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -92,21 +93,114 @@ unsafe fn add_column<const T: usize, const V: usize>(
     }
 }
 
+/// Columns of one round of a tile's loop.
+const ROUND: usize = 4;
+
+/// No instruction, but the compiler must have `sums` before it, and reads by `pointer` come after it. A loop of several columns
+/// else begins with the loads of all of them, and sums are sent to memory for those.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn settle<T>(sums: &mut [__m256], pointer: &mut *const T) {
+    // SAFETY: no instruction at all. Blocks that may have effects keep their order.
+    unsafe {
+        for sum in sums {
+            asm!("/* {0} */", inout(ymm_reg) * sum, options(nomem, nostack, preserves_flags));
+        }
+        asm!("/* {0} */", inout(reg) * pointer, options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Where a tile's loop stands.
+struct Walk {
+    /// Of the rows of the first two registers, and of the third and fourth.
+    w: [*const u8; 2],
+    stride: usize,
+    x: *const f32,
+    /// What is prefetched, `pace` further each time.
+    next: *const u8,
+    pace: usize,
+}
+
+impl Walk {
+    /// Adds the COLUMN-th column of a round to `sums`, and prefetches every so many of them.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn add<const E: u8, const T: usize, const V: usize, const COLUMN: usize>(
+        &mut self,
+        sums: &mut [[__m256; V]; T],
+    ) {
+        let size = if E == 0 || E == 3 { 4 } else { 2 };
+        let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+        // SAFETY: the contract of `TileFn` covers every access.
+        unsafe {
+            if T > 2 && COLUMN.is_multiple_of(prefetch_every::<E, V>()) {
+                prefetch_line_to_l2(self.next);
+                self.next = self.next.wrapping_add(self.pace);
+            }
+            let weight = |w: *const u8, v: usize| {
+                let at = w.add(8 * size * (v % 2));
+                match (E, COLUMN % 2) {
+                    // A pair is read twice: kept in registers, pairs would push sums out to memory.
+                    (3, 0) => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_loadu_si256(at.cast()))),
+                    (3, _) => _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(at.cast()), odd)),
+                    _ => load::<E>(at),
+                }
+            };
+            let column_x = self.x.add(COLUMN * T);
+            let x = |t: usize| _mm256_set1_ps(*column_x.add(t));
+            // Those of which there are fewer stay in registers.
+            if T < V {
+                let x: [_; T] = std::array::from_fn(x);
+                for v in 0..V {
+                    let weight = weight(self.w[v / 2], v);
+                    for (sum, x) in sums.iter_mut().zip(x) {
+                        sum[v] = _mm256_fmadd_ps(weight, x, sum[v]);
+                    }
+                }
+            } else {
+                let weights: [_; V] = std::array::from_fn(|v| weight(self.w[v / 2], v));
+                for (t, sum) in sums.iter_mut().enumerate() {
+                    let x = x(t);
+                    for (sum, weight) in sum.iter_mut().zip(weights) {
+                        *sum = _mm256_fmadd_ps(weight, x, *sum);
+                    }
+                }
+            }
+            for sums in sums.iter_mut() {
+                settle(sums, &mut self.x);
+            }
+            for w in &mut self.w[..V.div_ceil(2)] {
+                if E != 3 || COLUMN % 2 == 1 {
+                    *w = w.add(self.stride);
+                }
+                settle(&mut [], w);
+            }
+        }
+    }
+
+    /// Goes on to the activations of the next round.
+    #[inline(always)]
+    fn next_round<const T: usize>(&mut self, columns: usize) {
+        self.x = self.x.wrapping_add(columns * T);
+    }
+}
+
+/// Columns from one prefetch to the next: of a panel in one pass, and of f32, each column is a line or more.
+const fn prefetch_every<const E: u8, const V: usize>() -> usize {
+    if V == 4 || E == 0 { 1 } else { 2 }
+}
+
 /// V registers of 8 rows at a time: 4 is a whole panel, 2 is half of one.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
-    let size = if E == 0 { 4 } else { 2 };
     // The next panel comes in while this one is worked on, at an even pace: prefetches in a row are dropped. One or two tokens are
     // multiplied as fast as the hardware finds the stream by itself.
     let passes = 4 / V;
     let cols = if E == 3 { tile.cols.next_multiple_of(2) } else { tile.cols };
-    let pace = tile.next.1.div_ceil((passes * cols).max(1));
+    let prefetches = passes * cols / prefetch_every::<E, V>();
+    let pace = tile.next.1.div_ceil(prefetches.max(1));
+    let mut next = tile.next.0;
     for pass in 0..passes {
-        let prefetch_next = |k: usize| {
-            if T > 2 {
-                prefetch_line_to_l2(tile.next.0.wrapping_add((pass * cols + k) * pace));
-            }
-        };
         // SAFETY: the contract of `TileFn` covers every access below.
         unsafe {
             let out = tile.out.add(pass * 8 * V);
@@ -118,37 +212,25 @@ unsafe fn dense_tile<const E: u8, const T: usize, const V: usize>(tile: &Tile) {
                     }
                 }
             }
-            // Register v of this pass holds rows 8 * (pass * V + v)..: of the first half of the panel, or the second.
-            let half = |v: usize| if pass * V + v < 2 { tile.w0 } else { tile.w1 };
-            let within = |v: usize| (pass * V + v) % 2;
-            let mut weights = [_mm256_setzero_ps(); V];
-            if E == 3 {
-                let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-                for k in 0..cols / 2 {
-                    let pair =
-                        |v: usize| _mm256_loadu_si256(half(v).add(k * tile.stride + 32 * within(v)).cast());
-                    prefetch_next(2 * k);
-                    for (v, weight) in weights.iter_mut().enumerate() {
-                        *weight = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pair(v)));
-                    }
-                    add_column(&mut sums, &weights, tile.x.add(2 * k * T));
-                    // Read again: kept in registers, pairs would push sums out to memory.
-                    compiler_fence(Ordering::SeqCst);
-                    prefetch_next(2 * k + 1);
-                    for (v, weight) in weights.iter_mut().enumerate() {
-                        *weight = _mm256_castsi256_ps(_mm256_and_si256(pair(v), odd));
-                    }
-                    add_column(&mut sums, &weights, tile.x.add((2 * k + 1) * T));
-                }
-            } else {
-                for k in 0..cols {
-                    prefetch_next(k);
-                    for (v, weight) in weights.iter_mut().enumerate() {
-                        *weight = load::<E>(half(v).add(k * tile.stride + 8 * size * within(v)));
-                    }
-                    add_column(&mut sums, &weights, tile.x.add(k * T));
-                }
+            // A pass takes the first half of the panel, the second, or both.
+            let w = if pass == 0 { [tile.w0, tile.w1] } else { [tile.w1; 2] };
+            let mut walk = Walk { w, stride: tile.stride, x: tile.x, next, pace };
+            for _ in 0..cols / ROUND {
+                walk.add::<E, T, V, 0>(&mut sums);
+                walk.add::<E, T, V, 1>(&mut sums);
+                walk.add::<E, T, V, 2>(&mut sums);
+                walk.add::<E, T, V, 3>(&mut sums);
+                walk.next_round::<T>(ROUND);
             }
+            if cols % ROUND >= 2 {
+                walk.add::<E, T, V, 0>(&mut sums);
+                walk.add::<E, T, V, 1>(&mut sums);
+                walk.next_round::<T>(2);
+            }
+            if cols % 2 == 1 {
+                walk.add::<E, T, V, 0>(&mut sums);
+            }
+            next = walk.next;
             for (t, sum) in sums.iter().enumerate() {
                 for (v, sum) in sum.iter().enumerate() {
                     _mm256_storeu_ps(out.add(t * tile.out_stride + 8 * v), *sum);
@@ -236,24 +318,60 @@ pub fn offset(zero: __m256i) -> __m256 {
     _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_set1_epi32(8), zero))
 }
 
-/// The column whose nibbles lie at bit `SHIFT` of each word, less 8.
+/// What makes floats of nibbles left in place at bits 0, 4, 8, 12 and 16 of a word: the nibble's mask, a power of two whose unit in
+/// the last place is the nibble's lowest bit, and the same plus 8. A row of constants for each register's lanes, to be operands in
+/// memory: registers are short.
+#[repr(align(32))]
+struct InPlace([[[u32; 8]; 3]; 5]);
+
+static IN_PLACE: InPlace = {
+    let mut rows = [[[0; 8]; 3]; 5];
+    let mut place = 0;
+    while place < rows.len() {
+        let unit = (1 << (23 - 4 * place)) as f32;
+        rows[place] = [[15 << (4 * place); 8], [unit.to_bits(); 8], [(unit + 8.0).to_bits(); 8]];
+        place += 1;
+    }
+    InPlace(rows)
+};
+
+/// The column whose nibbles lie at bit `BIT` of each word, less 8.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn column<const SHIFT: i32>(words: __m256i) -> __m256 {
-    let nibbles = _mm256_and_si256(_mm256_srli_epi32::<SHIFT>(words), _mm256_set1_epi32(15));
-    _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), _mm256_set1_ps(8.0))
+fn column<const BIT: usize>(words: __m256) -> __m256 {
+    let upper = || _mm256_castsi256_ps(_mm256_srli_epi32::<16>(_mm256_castps_si256(words)));
+    let (words, place) = if BIT < 20 { (words, BIT / 4) } else { (upper(), BIT / 4 - 4) };
+    let column;
+    // SAFETY: three operands of 32 bytes, aligned, which nobody writes.
+    unsafe {
+        asm!(
+            "vandps {column}, {words}, [{row}]",
+            "vorps {column}, {column}, [{row} + 32]",
+            "vsubps {column}, {column}, [{row} + 64]",
+            column = lateout(ymm_reg) column,
+            words = in(ymm_reg) words,
+            row = in(reg) &IN_PLACE.0[place],
+            options(pure, readonly, nostack, preserves_flags)
+        );
+    }
+    column
 }
 
+/// The COLUMN-th column of a block.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_int4_column<const T: usize, const SHIFT: i32>(
+unsafe fn add_int4_column<const T: usize, const COLUMN: usize, const BIT: usize>(
     parts: &mut [[__m256; 2]; T],
-    words: &[__m256i; 2],
-    x: *const f32,
+    words: &mut [__m256; 2],
+    x: &mut *const f32,
 ) {
-    let weights = [column::<SHIFT>(words[0]), column::<SHIFT>(words[1])];
-    // SAFETY: T activations are readable at `x`, by the contract of `TileFn`.
-    unsafe { add_column(parts, &weights, x) };
+    let weights = words.map(|words| column::<BIT>(words));
+    // SAFETY: T activations are readable there, by the contract of `TileFn`.
+    unsafe { add_column(parts, &weights, x.add(COLUMN * T)) };
+    for parts in parts {
+        settle(parts, x);
+    }
+    settle(words, x);
 }
 
 /// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total;
@@ -268,21 +386,22 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
         // SAFETY: the contract of `TileFn` covers every access below.
         unsafe {
             let mut totals = [[_mm256_setzero_ps(); 2]; T];
+            let mut x = tile.x;
             for g in 0..tile.cols / tile.group {
                 let mut parts = [[_mm256_setzero_ps(); 2]; T];
                 for block in g * tile.group / 8..(g + 1) * tile.group / 8 {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(block * pace).cast());
+                    prefetch_line_to_l2(next.wrapping_add(block * pace));
                     let at = base.add(block * tile.stride);
-                    let words = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())];
-                    let x = tile.x.add(8 * block * T);
-                    add_int4_column::<T, 0>(&mut parts, &words, x);
-                    add_int4_column::<T, 16>(&mut parts, &words, x.add(T));
-                    add_int4_column::<T, 4>(&mut parts, &words, x.add(2 * T));
-                    add_int4_column::<T, 20>(&mut parts, &words, x.add(3 * T));
-                    add_int4_column::<T, 8>(&mut parts, &words, x.add(4 * T));
-                    add_int4_column::<T, 24>(&mut parts, &words, x.add(5 * T));
-                    add_int4_column::<T, 12>(&mut parts, &words, x.add(6 * T));
-                    add_int4_column::<T, 28>(&mut parts, &words, x.add(7 * T));
+                    let mut words = [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(32).cast())];
+                    add_int4_column::<T, 0, 0>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 1, 16>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 2, 4>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 3, 20>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 4, 8>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 5, 24>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 6, 12>(&mut parts, &mut words, &mut x);
+                    add_int4_column::<T, 7, 28>(&mut parts, &mut words, &mut x);
+                    x = x.add(8 * T);
                 }
                 for v in 0..2 {
                     let at = (tile.zeros.wrapping_add(16 * g), tile.scales.add(64 * g));

@@ -9,6 +9,8 @@ use std::arch::x86_64::*;
 #[cfg(target_arch = "x86_64")]
 use super::avx2::load;
 use super::{Element, Isa};
+#[cfg(target_arch = "x86_64")]
+use crate::engine::device::cpu::pool::{LINE, prefetch_line_to_l2};
 
 /// Operands of a [`ValuesFn`] for T rows of weights.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +27,22 @@ pub struct Values<'a> {
     pub weight_stride: usize,
     /// [T][width]: what is added to.
     pub out: *mut f32,
+    /// What is asked for meanwhile at an even pace: starts of so many bytes each. Null ones, and what there is no time for, are
+    /// left out.
+    pub next: (&'a [*const u8], usize),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Values<'_> {
+    /// What lies so many bytes into what is asked for, or this item's own bytes.
+    #[inline(always)]
+    fn ahead(&self, at: usize) -> *const u8 {
+        let (starts, bytes) = self.next;
+        match starts.get(at / bytes) {
+            Some(start) if !start.is_null() => start.wrapping_add(at % bytes),
+            _ => self.blocks[0],
+        }
+    }
 }
 
 /// # Safety
@@ -63,7 +81,8 @@ fn pick<const E: u8>(rows: usize) -> ValuesFn {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn blocks<const E: u8, const T: usize, const V: usize>(values: &Values<'_>) {
     let size = if E == 0 { 4 } else { 2 };
-    for column in (0..values.width).step_by(8 * V) {
+    let passes = values.width / (8 * V);
+    for (pass, column) in (0..values.width).step_by(8 * V).enumerate() {
         // SAFETY: the contract of `ValuesFn` covers every access below.
         unsafe {
             let out = values.out.add(column);
@@ -76,8 +95,10 @@ unsafe fn blocks<const E: u8, const T: usize, const V: usize>(values: &Values<'_
             for (block, start) in values.blocks.iter().enumerate() {
                 let first = block * values.block_tokens;
                 let weights = values.weights.add(first);
+                let ahead = values.ahead((block * passes + pass) * values.block_tokens * LINE);
                 for token in 0..values.block_tokens.min(values.tokens - first) {
                     let row = start.add((token * values.width + column) * size);
+                    prefetch_line_to_l2(ahead.wrapping_add(token * LINE));
                     let mut loaded = [_mm256_setzero_ps(); V];
                     for (v, loaded) in loaded.iter_mut().enumerate() {
                         *loaded = load::<E>(row.add(8 * v * size));
@@ -158,6 +179,7 @@ mod tests {
                         weights: weights.as_ptr(),
                         weight_stride,
                         out: out.as_mut_ptr(),
+                        next: (&starts, block_tokens * width * size),
                     };
                     // SAFETY: the vectors hold what the operands say.
                     unsafe { function(&operands) };
