@@ -56,7 +56,7 @@ pub const ANY_LATER: i32 = i32::MAX;
 /// Targets that must always compile; a GPU at run time may be another.
 pub const TARGETS: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"];
 
-const HEADERS: [(&str, &str); 9] = [
+const HEADERS: [(&str, &str); 11] = [
     ("half.cuh", include_str!("../../../../cuda/half.cuh")),
     ("fp16.cuh", include_str!("../../../../cuda/fp16.cuh")),
     ("int4.cuh", include_str!("../../../../cuda/int4.cuh")),
@@ -65,6 +65,8 @@ const HEADERS: [(&str, &str); 9] = [
     ("best.cuh", include_str!("../../../../cuda/best.cuh")),
     ("wgmma.cuh", include_str!("../../../../cuda/wgmma.cuh")),
     ("cluster.cuh", include_str!("../../../../cuda/cluster.cuh")),
+    ("step.cuh", include_str!("../../../../cuda/step.cuh")),
+    ("delta.cuh", include_str!("../../../../cuda/delta.cuh")),
     ("delta_prefill.cuh", include_str!("../../../../cuda/delta_prefill.cuh")),
 ];
 
