@@ -1,6 +1,6 @@
 //! `inferwall diff`: two results, metric by metric, with intervals and verdicts.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 
@@ -10,7 +10,7 @@ use crate::measure::verdict::{NO_CHANGE_BAND, NOISE_FLOOR, Verdict};
 use crate::numbers::{DASH, number};
 use crate::report::format::Format;
 use crate::report::table;
-use crate::{Error, Result};
+use crate::{Error, Result, paths};
 
 #[derive(Debug, Args)]
 pub struct DiffFlags {
@@ -40,17 +40,11 @@ fn too_few_repeats(rows: &[DiffRow]) -> Option<String> {
     })
 }
 
-/// Whether both paths lead to one file or folder.
-fn same(one: &Path, other: &Path) -> bool {
-    one == other
-        || one.canonicalize().ok().zip(other.canonicalize().ok()).is_some_and(|(one, other)| one == other)
-}
-
 impl DiffFlags {
     pub fn run(self) -> Result<()> {
         let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
         let comparison = compare::compare(&compare::read(&self.before)?, &compare::read(&self.after)?)?;
-        if same(&self.before, &self.after) {
+        if paths::same(&self.before, &self.after) {
             output::warning(&format!("{} is compared with itself", self.before.display()));
         }
         for warning in &comparison.warnings {

@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::claims::Verdict;
-use super::folder::RUN_FILE;
+use super::folder::{RUN_FILE, working_folder};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
@@ -254,7 +254,7 @@ impl RunRecord {
                 "give the folder of a run, the one with run.json and summary.csv in it",
             )
         })?;
-        let record: Self = match serde_json::from_str(&text) {
+        let mut record: Self = match serde_json::from_str(&text) {
             Ok(record) => record,
             Err(error) => Self::read_older(&text).ok_or_else(|| {
                 let this = build_id();
@@ -282,6 +282,8 @@ impl RunRecord {
                 "use the version that wrote it",
             ));
         }
+        record.plan.folder = working_folder(folder);
+        record.options.folder.clone_from(&record.plan.folder);
         Ok(record)
     }
 

@@ -91,6 +91,7 @@ impl Ready {
             // A folder with no run in it helps nobody. (Refused where there is anything in it.)
             let _ = std::fs::remove_dir(folder.path());
         })?;
+        folder.note_working_folder(&self.plan.folder)?;
         Ok(self.in_folder(folder, told))
     }
 

@@ -72,7 +72,7 @@ fn prepare_arm(
     models: &mut BTreeMap<String, OpenedModel>,
 ) -> Result<PreparedArm> {
     if !models.contains_key(&arm.model) {
-        let reference: ModelRef = arm.model.parse()?;
+        let reference = ModelRef::find(&arm.model, &plan.folder)?;
         let options = OpenOptions { seed: plan.seed, download: true, show_progress: true };
         models.insert(arm.model.clone(), open(&reference, &options)?);
     }
@@ -129,7 +129,7 @@ fn seats(spec: &ModelSpec, plan: &CachePlan, tokens: usize) -> usize {
 
 /// The requests of one repeat of an arm.
 pub fn schedule(plan: &Plan, arm: &Arm, model: &OpenedModel, repeat: usize) -> Result<Schedule> {
-    with_context(plan, arm, model, repeat, |context| arm.load.schedule(context))
+    with_context(plan, arm, model, repeat, |context| arm.load.with_files_in(&plan.folder).schedule(context))
 }
 
 /// One round of an arm's warm-up; `None` when it has none.
@@ -140,7 +140,9 @@ pub fn warmup(
     repeat: usize,
     round: usize,
 ) -> Result<Option<Schedule>> {
-    with_context(plan, arm, model, repeat, |context| arm.load.warmup_schedule(context, round))
+    with_context(plan, arm, model, repeat, |context| {
+        arm.load.with_files_in(&plan.folder).warmup_schedule(context, round)
+    })
 }
 
 fn with_context<T>(

@@ -433,7 +433,7 @@ impl Runner<'_> {
             simulated: info.simulated(),
             model: arm.model.clone(),
             synthetic_weights: weights_word(layout.synthetic) == "synthetic",
-            load: arm.load.describe(arm.engine.max_num_seqs),
+            load: arm.load.with_files_in(&self.plan.folder).describe(arm.engine.max_num_seqs),
             seed: repeat_seed(self.plan.seed, cell.repeat as u32),
             quick: self.plan.quick,
             cpu_math: if info.kind == DeviceKind::Cpu { math } else { String::new() },
