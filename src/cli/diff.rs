@@ -23,7 +23,7 @@ pub struct DiffFlags {
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 
-    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise", "no change" or "not told apart"
+    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise", "no change" or "not told apart"; with 3 if all have too few repeats
     #[arg(long, value_name = "VERDICT")]
     fail_on: Option<String>,
 }
@@ -70,6 +70,12 @@ impl DiffFlags {
                 Err(Error::failed(
                     format!("{verdict}: {}", failing.join(", ")),
                     "--fail-on asked for this; the table has the intervals",
+                ))
+            }
+            Some(_) if comparison.rows.iter().all(|row| row.verdict == Verdict::TooFewRepeats) => {
+                Err(Error::undecided(
+                    "--fail-on had nothing to go by: all rows say `too few repeats`",
+                    "run both again with --repeats 5",
                 ))
             }
             _ => Ok(()),

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use super::flags::RunOutputFlags;
 use super::output;
 use super::progress::Bar;
-use crate::experiment::plan::PlanOptions;
+use crate::experiment::plan::{Plan, PlanOptions};
 use crate::experiment::sweep::{self, SATURATE, SWEEP};
 use crate::explain::compare;
 use crate::report::format::Format;
 use crate::report::{self, consumers, export, json};
 use crate::results::RunResults;
-use crate::results::claims::{self, Outcome};
+use crate::results::claims::{self, Outcome, Verdict};
 use crate::results::folder::{RUN_FILE, ResultsFolder};
 use crate::results::record::RunRecord;
 use crate::run::device;
@@ -51,6 +51,9 @@ pub fn execute(request: &Request) -> Result<()> {
     let until = flags.deadline()?;
     let (rig, reason) = device::rig(&options.device)?;
     let plan = sweep::plan_of(options, &rig)?;
+    if flags.check {
+        require_claims(&plan)?;
+    }
     let mut bar = Bar::new();
     let ready = Ready::open(options, plan, &reason, &mut bar)?;
     let mut run = match &flags.resume {
@@ -72,15 +75,48 @@ pub fn execute(request: &Request) -> Result<()> {
     if flags.trace && ending == Ending::Complete {
         trace(&mut run, flags.format)?;
     }
-    let broken = run.record.claims.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
-    let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
-    if flags.check && !broken.is_empty() {
+    if flags.check { check(&run.record.claims, run.folder.path()) } else { Ok(()) }
+}
+
+/// What `--check` makes of the claims.
+fn check(claims: &[Verdict], folder: &Path) -> Result<()> {
+    let of = |outcome| claims.iter().filter(move |verdict| verdict.outcome == outcome);
+    let broken: Vec<&str> = of(Outcome::DoesNotHold).map(|verdict| verdict.text.as_str()).collect();
+    if !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
-            format!("see why with `inferwall explain {}`", run.folder.path().display()),
+            format!("see why with `inferwall explain {}`", folder.display()),
         ));
     }
+    let holding = of(Outcome::Holds).count();
+    if holding == 0 {
+        let mut reasons: Vec<&str> =
+            of(Outcome::NotComparable).map(|verdict| verdict.reason.as_str()).collect();
+        reasons.sort_unstable();
+        reasons.dedup();
+        return Err(Error::undecided(
+            format!("none of the {} claim(s) could be compared: {}", claims.len(), reasons.join("; ")),
+            "nothing was found to hold or not to hold: run it where the claims were published, and without flags that \
+             change what is run",
+        ));
+    }
+    output::note(&format!("claims: {holding} hold, {} could not be compared", claims.len() - holding));
     Ok(())
+}
+
+/// `--check` of a plan without claims is a slip, told before hours are spent on it.
+fn require_claims(plan: &Plan) -> Result<()> {
+    if !plan.claims.is_empty() {
+        return Ok(());
+    }
+    let (fact, hint) = match claims::left_out(plan) {
+        Some(left_out) => (
+            format!("claims: {left_out}"),
+            "choose the arms that claims are made of (`inferwall show` lists them)",
+        ),
+        None => (format!("no claims are made of {}", plan.experiment), "leave --check out"),
+    };
+    Err(Error::invalid(format!("--check has nothing to check: {fact}"), hint))
 }
 
 /// Each arm beside its simulation, where the report does not have that already (on a GPU in the table).

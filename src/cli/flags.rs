@@ -129,7 +129,7 @@ pub struct RunOutputFlags {
     #[arg(long)]
     pub compare_sim: bool,
 
-    /// Exit with 1 if a claim does not hold
+    /// Exit with 1 if a claim does not hold, with 3 if none could be compared
     #[arg(long)]
     pub check: bool,
 
