@@ -104,9 +104,7 @@ impl MergeFlags {
                 merged.seeds.clone_from(&record.seeds);
             }
             merged.add_facts(&record.arms, &record.models);
-            if merged.ceilings.read_bytes_per_s == 0.0 {
-                merged.ceilings = record.ceilings;
-            }
+            merged.ceilings = merged.ceilings.or(record.ceilings);
             if merged.cold_start.is_none() {
                 merged.cold_start.clone_from(&record.cold_start);
             }

@@ -15,7 +15,6 @@ use crate::engine::device::{Device, DeviceKind, LoadOptions, Model};
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
 use crate::experiment::knobs;
-use crate::measure::roofs::NO_CEILINGS;
 use crate::numbers::{bytes, duration};
 use crate::run::device;
 use crate::run::progress::Progress;
@@ -205,7 +204,7 @@ impl Checked {
         }
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
-        let engine = Engine::new(model.as_ref(), pools, self.config, NO_CEILINGS, clock)?;
+        let engine = Engine::new(model.as_ref(), pools, self.config, None, clock)?;
         Ok(OpenModel { engine, _model: model, device: self.device, opened: self.opened })
     }
 }

@@ -21,19 +21,18 @@ use super::{Evidence, Explanation, explain};
 /// [`Error::Invalid`] for a device without roofs (`sim:fixed`).
 pub fn stand_in(results: &RunResults, arm: &str, profile: bool) -> Result<SimDevice> {
     let record = &results.record;
-    if !results.has_roofs() {
+    let Some(ceilings) = record.ceilings_like(arm) else {
         return Err(Error::invalid(
             format!("{} has no bandwidth and no rate to simulate with", record.device.id),
             "explain a run on a CPU, a GPU or sim:<gpu>, or name a device with --sim",
         ));
-    }
+    };
     if record.device.kind == DeviceKind::Sim {
         return SimDevice::parse(&record.device.id);
     }
     if let Some(gpu) = hardware::by_product_name(&record.device.name).filter(|_| profile) {
         return SimDevice::parse(&format!("sim:{}", gpu.id));
     }
-    let ceilings = record.ceilings_like(arm);
     SimDevice::parse(&format!(
         "sim:custom:gb_per_s={},tflops={},gb={},launch_us={}",
         ceilings.read_bytes_per_s / 1e9,

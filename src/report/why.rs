@@ -114,7 +114,6 @@ fn cost_row(results: &RunResults, arm: &str) -> Vec<String> {
 }
 
 fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
-    let ceilings = results.typical_ceilings(model);
     let mut text = format!(
         "A decode step of {model} takes {} ms that all sequences share, plus {} ms for each of them (least squares over \
          {} batch sizes from {} to {}, R2 {:.3}).\n",
@@ -126,7 +125,7 @@ fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
         fit.r_squared,
     );
     let record = results.record.models.iter().find(|record| record.reference == model);
-    if let Some(record) = record.filter(|_| results.has_roofs()) {
+    if let Some((record, ceilings)) = record.zip(results.typical_ceilings(model)) {
         let stream_ms = record.streamed_bytes as f64 / ceilings.read_bytes_per_s * 1e3;
         text += &format!(
             "Shared is the stream of the weights: {} at {}/s would take {} ms. Private is each sequence's state, KV and \

@@ -16,7 +16,6 @@ use self::prepare::{Prepared, prepare};
 use self::progress::Progress;
 use self::runner::{Ending, Loaded, Runner};
 use crate::Result;
-use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
 use crate::experiment::plan::{Cell, Plan, PlanOptions};
 use crate::measure::nvml::{GpuMonitor, WhichGpu};
@@ -256,7 +255,7 @@ fn new_record(
         plan_hash: plan.hash(),
         seeds: record::seeds(plan.seed, plan.repeats),
         device: DeviceRecord::new(device.info(), reason),
-        ceilings: NOT_MEASURED,
+        ceilings: None,
         arm_ceilings: Vec::new(),
         models: prepared.model_records(),
         cold_start: None,
@@ -266,15 +265,6 @@ fn new_record(
         claims: Vec::new(),
     }
 }
-
-/// Before the first model is loaded.
-const NOT_MEASURED: Ceilings = Ceilings {
-    read_bytes_per_s: 0.0,
-    copy_bytes_per_s: 0.0,
-    flops_per_s: 0.0,
-    launch_s: 0.0,
-    measured: false,
-};
 
 /// Takes over what the record of a run that goes on says of its past.
 fn continue_record(record: &mut RunRecord, earlier: &RunRecord, folder: &ResultsFolder) {

@@ -110,10 +110,10 @@ fn run_json_says_what_ran() {
     assert_eq!(run["seeds"][0], 7);
     assert_eq!(run["claims"][0]["outcome"], "holds");
     assert_eq!(run["claims"][1]["outcome"], "not_comparable");
-    for key in ["schema", "command", "version", "commit", "started", "ended", "ceilings", "plan", "plan_hash"]
-    {
+    for key in ["schema", "command", "version", "commit", "started", "ended", "plan", "plan_hash"] {
         assert!(!run[key].is_null(), "{key}");
     }
+    assert_eq!(run.get("ceilings"), Some(&serde_json::Value::Null), "a device of fixed cost has none");
 }
 
 #[test]

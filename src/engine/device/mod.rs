@@ -6,6 +6,7 @@
 pub mod check;
 pub mod cpu;
 pub mod cuda;
+pub mod deferred_states;
 pub mod mapped_file;
 pub mod sim;
 
@@ -93,11 +94,12 @@ pub trait Device: Send {
     /// Bytes free for weights and caches now.
     fn free_bytes(&self) -> u64;
 
-    /// Measured ceilings (data sheet values for a simulation). Measured on the first call, which takes seconds.
+    /// Measured ceilings (data sheet values for a simulation); `None` for a device that has none. Measured on the first call,
+    /// which takes seconds.
     ///
     /// # Errors
     /// The memory to measure with is not there; a lost device.
-    fn ceilings(&mut self) -> Result<Ceilings>;
+    fn ceilings(&mut self) -> Result<Option<Ceilings>>;
 
     /// The ceilings of this moment, in a fraction of a second, where they wander: on a CPU whose memory other programs and
     /// other machines of the same host use too. `None` where [`Device::ceilings`] hold throughout. No step may be in flight.
