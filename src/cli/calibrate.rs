@@ -27,6 +27,8 @@ pub struct CalibrateFlags {
 }
 
 impl CalibrateFlags {
+    /// # Errors
+    /// A folder that is none of a run, or is damaged; steps that determine no parameter.
     pub fn run(self) -> Result<()> {
         let results = RunResults::read(&self.run)?;
         let arms = results.arms_named(self.arm.as_deref())?;

@@ -41,6 +41,8 @@ fn too_few_repeats(rows: &[DiffRow]) -> Option<String> {
 }
 
 impl DiffFlags {
+    /// # Errors
+    /// A file that cannot be read or has no arm in common with the other; 1 or 3 by `--fail-on`.
     pub fn run(self) -> Result<()> {
         let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
         let comparison = compare::compare(&compare::read(&self.before)?, &compare::read(&self.after)?)?;

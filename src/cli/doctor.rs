@@ -45,6 +45,8 @@ const LIBRARIES: [(&str, &[&str], &str); 2] = [
 ];
 
 impl DoctorFlags {
+    /// # Errors
+    /// Only a stdout that cannot be written to: what is missing is what it reports.
     pub fn run(self) -> Result<()> {
         let mut lines: Vec<Line> = vec![line("inferwall", "build", build_id())];
         self.cpu(&mut lines);

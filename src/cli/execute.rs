@@ -28,6 +28,9 @@ pub struct Request {
 }
 
 /// The options of the run that `--resume` names; flags given now are laid over them.
+///
+/// # Errors
+/// `--force` alone; a folder that is none of a run, or of a `saturate`.
 pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     match &flags.resume {
         None if flags.force => Err(Error::invalid("--force without --resume", "--force belongs to --resume")),
@@ -45,6 +48,11 @@ pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     }
 }
 
+/// Runs what is asked for, to the reports and the table.
+///
+/// # Errors
+/// A plan that cannot be, a device or model that cannot be opened, a run that failed or was interrupted, a folder that cannot
+/// be resumed or written to; with `--check` a claim that does not hold, or none that could be compared.
 pub fn execute(request: &Request) -> Result<()> {
     let options = &request.options;
     let flags = &request.output;
@@ -161,6 +169,9 @@ fn trace(run: &mut Run, format: Format) -> Result<()> {
 }
 
 /// Checks the claims, writes run.json and the report files, and prints the table and what has to be known of it.
+///
+/// # Errors
+/// A folder that cannot be written to, tables that were damaged since, stdout.
 pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) -> Result<()> {
     folder.replace(RUN_FILE, &record.json()?)?;
     let mut results = RunResults::read(folder.path())?;

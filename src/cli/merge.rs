@@ -36,6 +36,8 @@ pub struct MergeFlags {
 }
 
 impl MergeFlags {
+    /// # Errors
+    /// Folders that are no shards of one plan (without `--force`), are damaged, or have a row twice.
     pub fn run(self) -> Result<()> {
         let records: Vec<RunRecord> =
             self.folders.iter().map(|folder| RunRecord::read(folder)).collect::<Result<_>>()?;

@@ -42,6 +42,8 @@ pub struct ReproduceFlags {
 }
 
 impl ReproduceFlags {
+    /// # Errors
+    /// A part or device that is wrong; by `--check` a judged cell outside its gate, or none that is judged.
     pub fn run(self) -> Result<()> {
         let device = SimDevice::parse(&self.device)?;
         if self.check && device.info().id != "sim:series" {

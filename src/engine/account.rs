@@ -101,7 +101,7 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// max(bytes/bandwidth, FLOPs/rate), seconds. A ceiling of 0 is none.
+    /// max(bytes/bandwidth, FLOPs/rate), seconds.
     pub fn floor_s(&self, ceilings: &Ceilings) -> f64 {
         (self.bytes as f64 / ceilings.read_bytes_per_s).max(self.flops as f64 / ceilings.flops_per_s)
     }

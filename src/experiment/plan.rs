@@ -233,6 +233,9 @@ pub fn build(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<
 }
 
 /// Resolves a sweep over the crossed (or paired) values of its knobs.
+///
+/// # Errors
+/// A knob given twice, values that do not pair; as [`build`].
 pub fn build_sweep(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<Plan> {
     let base = Base::new(spec, rig, options.quick);
     let sets = assignments(options)?;

@@ -170,6 +170,10 @@ impl ChromeTrace {
         }
     }
 
+    /// The trace as gzipped JSON.
+    ///
+    /// # Errors
+    /// A fault of the program alone.
     pub fn gzip(&self) -> Result<Vec<u8>> {
         let failed = |error: std::io::Error| Error::bug(format!("cannot pack the trace: {error}"));
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());

@@ -91,6 +91,9 @@ pub fn bound_by(results: &RunResults, arm: &str) -> String {
 }
 
 /// Title, table and legend.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let header = header(results);
     let numbers: Vec<usize> = (1..header.len() - 1).collect();

@@ -96,6 +96,9 @@ impl StepBytes {
 }
 
 /// Both tables; empty for a run of one model, whose fit says it all, and where nothing decoded.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let models = results.models();
     if models.len() < 2 {

@@ -20,7 +20,7 @@ const WORTH_SAYING: f64 = 0.05;
 /// part of any run.)
 const OVERLOADED_BELOW: f64 = 0.9;
 
-/// What an arm moved and computed for each generated token, and how near it came to its floor.
+/// What an arm moved (bytes by class) and computed (FLOPs) for each generated token, and how near it came to its floor.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ArmCost {
     pub weights: f64,
@@ -55,6 +55,9 @@ pub fn arm_cost(results: &RunResults, arm: &str) -> ArmCost {
 }
 
 /// The whole explanation as text with tables.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let mut text = String::new();
     for model in results.models() {

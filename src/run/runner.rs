@@ -138,6 +138,9 @@ impl Runner<'_> {
 
     /// Warms up, measures and writes one cell, the `position.0`th of `position.1`. `None` when the arm is an optional
     /// one that turns out not to run here.
+    ///
+    /// # Errors
+    /// A model that cannot be loaded, a step that failed, an interruption, a folder that cannot be written to.
     pub fn run_cell(
         &mut self,
         loaded: &mut Option<Loaded>,
@@ -482,6 +485,9 @@ impl Runner<'_> {
     }
 
     /// Writes run.json as it stands.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to.
     pub fn save_record(&self) -> Result<()> {
         self.folder.replace(RUN_FILE, &self.record.json()?)
     }

@@ -286,6 +286,7 @@ pub struct SequenceOutput {
     pub accepted: usize,
     /// One row of vocabulary length for each row asked for.
     pub logits: Vec<Vec<f32>>,
+    /// ln p of each target asked for.
     pub logprobs: Vec<f32>,
 }
 

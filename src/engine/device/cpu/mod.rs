@@ -62,6 +62,9 @@ pub struct CpuDevice {
 
 impl CpuDevice {
     /// `threads`: workers, the calling thread included; `None` is one a core.
+    ///
+    /// # Errors
+    /// A number of threads out of bounds.
     pub fn new(threads: Option<usize>) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = threads.unwrap_or(cores);

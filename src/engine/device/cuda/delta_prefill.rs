@@ -181,6 +181,9 @@ impl DeltaPrefill {
     /// Queues one layer's mixer for all prompt chunks: reads `mixed`, state and window, writes `out`, state and window.
     /// `pieces` and `chunks` are device addresses of the work's lists.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// The layer's pointers are valid for the rows and slots of `work`, which fits the workspace, until the work is done.
     pub unsafe fn launch(

@@ -132,7 +132,7 @@ impl Delta {
             (CacheDtype::Bf16, true, true) => ("delta_bf16_split", 2),
             (CacheDtype::Bf16, true, false) => ("delta_bf16", 2),
             (CacheDtype::Bf16, false, _) => ("delta_any_bf16", 2),
-            (CacheDtype::Auto, ..) => return Err(Error::failed("state_dtype is not resolved", "")),
+            (CacheDtype::Auto, ..) => return Err(Error::bug("state_dtype is not resolved")),
         };
         let drafts = ring - 4;
         let deferred = if Self::defers(gpu, shape, state, portable) {
@@ -225,6 +225,9 @@ impl Delta {
 
     /// Runs `sequences` sequences (device address of [`DeltaSequence`]s) with `tokens` new tokens in all, `longest` at most
     /// in one: mixed to `out`, both from their first row on, state and window of this layer updated.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows and slots that the sequences name, and no slot is named twice. All steps are on one stream.
@@ -340,6 +343,9 @@ impl Delta {
 
     /// Brings the states of all sequences that have pending tokens up to date, for kernels that read whole states.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// As [`Self::step`].
     pub unsafe fn settle(
@@ -365,6 +371,9 @@ impl Delta {
 
     /// Keeps the raw inputs of the last three positions of each sequence whose chunk is longer than the window can take
     /// while others read it.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// As [`Self::step`].

@@ -85,6 +85,9 @@ impl Norms {
 
     /// residual = table[tokens], normed = norm of it, for `rows` rows.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// Pointers are valid for `rows` rows; tokens are inside the table or indices into `ring` with the highest bit set.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
@@ -117,6 +120,9 @@ impl Norms {
 
     /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 [rows]) row r is made
     /// from residual row select[r], and the sum is not kept.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows named.
@@ -163,6 +169,9 @@ impl Norms {
     }
 
     /// Rows `select` (device address of u32 [rows]) of a residual stream and its norms, `from`, one after the other in `to`.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows named; `from` and `to` do not overlap.
