@@ -47,7 +47,7 @@ impl Ready {
     /// Opens the device that the options name, which `reason` says more of (see [`device::rig`]), and all models.
     ///
     /// # Errors
-    /// What the device says is missing; as [`prepare`].
+    /// What the device says is missing; as [`prepare()`].
     pub fn open(options: &PlanOptions, plan: Plan, reason: &str, told: &mut dyn Progress) -> Result<Self> {
         let device = device::open(&options.device, device_threads(&plan))?.device;
         if let Some(warning) = device::memory_warning(device.as_ref()) {
@@ -59,7 +59,7 @@ impl Ready {
     /// The same on a device that is open.
     ///
     /// # Errors
-    /// As [`prepare`].
+    /// As [`prepare()`].
     pub fn on(
         device: Box<dyn Device>,
         options: &PlanOptions,

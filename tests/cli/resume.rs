@@ -134,6 +134,16 @@ fn records_of_other_versions() {
     env.run(&format!("run --resume {shown}")).fails(2, "build: 0.0.9-of-", "--force");
     with("victim_hum");
     env.run(&format!("explain {shown}")).fails(2, "victim_hum", "version 0.0.9-of-");
+    // Zeros stood where a device has no ceilings.
+    let figures = ["read_bytes_per_s", "copy_bytes_per_s", "flops_per_s", "launch_s"]
+        .map(|name| format!("\"{name}\": 0.0"));
+    let zeros = format!("\"ceilings\": {{{}, \"measured\": false}}", figures.join(", "));
+    let text = record.replace("\"ceilings\": null", &zeros);
+    assert_ne!(text, record);
+    std::fs::write(folder.join("run.json"), text).unwrap();
+    let explained = env.run(&format!("explain {shown}")).ok().stderr;
+    assert!(explained.contains("this device has no roofs"), "{explained}");
+    env.run(&format!("calibrate {shown}")).fails(2, "no ceilings to begin from", "sim:GPU");
 }
 
 /// Waits until `done`, at most 20 s.

@@ -121,7 +121,7 @@ pub trait Device: Send {
     /// Sets knobs that were left open and that this rig fixes (a simulated rig's pool), before a plan is made.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid): a knob's value that this device does not have, before anything is loaded.
+    /// [`Error::Invalid`]: a knob's value that this device does not have, before anything is loaded.
     fn configure(&self, _layout: &ModelLayout, _config: &mut EngineConfig) -> Result<()>;
 
     /// Seconds from a request's arrival until the engine has it, and the least gap between two that come in

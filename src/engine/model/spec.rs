@@ -129,7 +129,7 @@ impl DeltaNet {
         self.value_heads * self.value_dim
     }
 
-    /// Elements of one layer's recurrent state, stored as [value_heads][value_dim][key_dim].
+    /// Elements of one layer's recurrent state, stored as `[value_heads][value_dim][key_dim]`.
     pub fn state_elements(&self) -> usize {
         self.value_heads * self.value_dim * self.key_dim
     }

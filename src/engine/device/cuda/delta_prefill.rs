@@ -92,7 +92,7 @@ impl DeltaShape {
 pub struct Layer {
     /// fp16 [rows, pitch]: u, z, b, a of the in-projections.
     pub mixed: u64,
-    /// fp32 [4][channels].
+    /// fp32 `[4][channels]`.
     pub taps: u64,
     pub a_log: u64,
     pub dt_bias: u64,

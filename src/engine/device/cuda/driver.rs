@@ -307,7 +307,7 @@ impl Gpu {
     /// A kernel of `unit`, compiling (or reading from the cache) and loading its module at the first call.
     ///
     /// # Errors
-    /// A unit that is not for this GPU; as [`compile::cubin`](super::compile::cubin); a failure of the driver.
+    /// A unit that is not for this GPU; as [`compile::cubin`]; a failure of the driver.
     pub fn kernel(&self, unit: &Unit, name: &'static str) -> Result<Kernel> {
         let facts = &self.inner.facts;
         if !unit.supports(facts.capability) {

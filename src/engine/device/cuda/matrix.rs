@@ -39,7 +39,7 @@ pub struct Matrix {
     pub weights: DeviceBuffer,
     /// int4: scales (and zero points) in the products' own order.
     pub scales: Option<DeviceBuffer>,
-    /// fp32 [rows].
+    /// fp32 `[rows]`.
     pub bias: Option<DeviceBuffer>,
 }
 

@@ -18,7 +18,7 @@ pub struct GpuWeights {
     /// fp16 [vocabulary, hidden]; also the head when that is tied.
     pub embedding: Matrix,
     pub head: Option<Matrix>,
-    /// fp32 [hidden].
+    /// fp32 `[hidden]`.
     pub final_norm: DeviceBuffer,
     pub layers: Vec<Layer>,
     /// Of all weights as they are held.
@@ -69,7 +69,7 @@ pub enum MixerWeights {
 /// Output columns: qkv, z, b, a.
 pub struct DeltaWeights {
     pub input: Parts,
-    /// fp32 [4][channels].
+    /// fp32 `[4][channels]`.
     pub taps: DeviceBuffer,
     pub a_log: DeviceBuffer,
     pub dt_bias: DeviceBuffer,

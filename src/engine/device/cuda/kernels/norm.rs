@@ -83,7 +83,7 @@ impl Norms {
         })
     }
 
-    /// residual = table[tokens], normed = norm of it, for `rows` rows.
+    /// residual = `table[tokens]`, normed = norm of it, for `rows` rows.
     ///
     /// # Errors
     /// A launch that the driver refuses, in its words.
@@ -118,8 +118,8 @@ impl Norms {
         unsafe { stream.launch(&self.embed, launch, &args) }
     }
 
-    /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 [rows]) row r is made
-    /// from residual row select[r], and the sum is not kept.
+    /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 `[rows]`) row r is made
+    /// from residual row `select[r]`, and the sum is not kept.
     ///
     /// # Errors
     /// A launch that the driver refuses, in its words.
@@ -168,7 +168,7 @@ impl Norms {
         unsafe { stream.launch(kernel, launch, &args) }
     }
 
-    /// Rows `select` (device address of u32 [rows]) of a residual stream and its norms, `from`, one after the other in `to`.
+    /// Rows `select` (device address of u32 `[rows]`) of a residual stream and its norms, `from`, one after the other in `to`.
     ///
     /// # Errors
     /// A launch that the driver refuses, in its words.

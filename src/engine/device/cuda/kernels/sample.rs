@@ -165,7 +165,7 @@ impl Samplers {
         unsafe { stream.launch(&self.rows, launch, &args) }
     }
 
-    /// ln p(targets[row]) of each row, fp32 to `result`, over the whole vocabulary (`logits.vocab` of it).
+    /// ln `p(targets[row])` of each row, fp32 to `result`, over the whole vocabulary (`logits.vocab` of it).
     ///
     /// # Errors
     /// A launch that the driver refuses, in its words.
