@@ -333,13 +333,13 @@ impl<'a> Row<'a> {
             let (read, rate) = (before.0.max(after.0), before.1.max(after.1));
             let cost = self.cost.cost(
                 &self.shapes,
-                &Ceilings {
+                Some(&Ceilings {
                     read_bytes_per_s: read,
                     copy_bytes_per_s: read,
                     flops_per_s: rate,
                     launch_s: 0.0,
                     measured: true,
-                },
+                }),
             );
             self.bytes = (cost.bytes.weights + cost.bytes.state + cost.bytes.kv) as f64;
             self.flops = cost.flops as f64;

@@ -150,7 +150,7 @@ fn main() {
             return;
         }
     };
-    let ceilings = device.ceilings().unwrap();
+    let ceilings = device.ceilings().unwrap().expect("a GPU has ceilings");
     println!("{}: {ceilings:?}", device.info().name);
     println!("device and ceilings after {:.2} s", start.elapsed().as_secs_f64());
     let loading = Instant::now();

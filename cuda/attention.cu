@@ -3,16 +3,11 @@
 //
 // Cache of a layer, K and V each: [blocks][kv_heads][block_tokens][head_dim] fp16. Every row has its own position p and
 // sees tokens 0..=p of its sequence, whose blocks the table lists.
-#include "half.cuh"
+#include "step.cuh"
 
 struct Heads {
     int heads, kv_heads, block_tokens;
     int qkv_pitch, gated; // halves in a row of qkv; q rows hold query and gate in turn
-};
-
-// The step's header; the width of the block table changes from step to step, the captured launches do not.
-struct Header {
-    u32 ring_offset, table_pitch, unused[6];
 };
 
 // Index of a row's sequence in the table of blocks, and its position; sequence < 0 marks padding.

@@ -12,18 +12,7 @@
 // step's write never meets another block's reads of the three positions before; out [rows, value_heads * dv] fp16.
 // Bytes a sequence and head: the state read and written (2 * 64 KB at 128 x 128), all else is small. The state is read
 // into registers before the wait for the product in front, so it overlaps with that product's tail.
-#include "half.cuh"
-
-struct Shape {
-    int key_heads, value_heads, pitch, ring;
-    float eps;
-};
-
-// A sequence's part of the step: `slot` < 0 marks padding. context tokens are already in state and window.
-struct __align__(16) Sequence {
-    int slot, context, start, count;
-    int pending, write, unused[2]; // of delta_stream.cu
-};
+#include "delta.cuh"
 
 // ---- state in fp32, fp16 or bf16 ----
 
@@ -58,10 +47,6 @@ template <> struct State<2> {
         ((uint2 *)base)[vector] = make_uint2(pack_bfloat2(x.x, x.y), pack_bfloat2(x.z, x.w));
     }
 };
-
-DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-DEVICE float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
 // Heads of 128 x 128. SPLIT blocks share a head (a cluster when SPLIT > 1), each with 128 / SPLIT rows of the state; a
 // warp owns 8 rows, eight lanes a row, so a dot product costs three shuffles. Grid (value_heads * SPLIT, sequences).

@@ -32,7 +32,8 @@
 
 // ---- convolution, SiLU, L2 norms, gates ----
 
-DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(__expf(x)); }
+// With the short exponential.
+DEVICE float softplus_fast(float x) { return x > 20.0f ? x : log1pf(__expf(x)); }
 
 // beta and the running sum of g over a chunk for one value head: a warp, two tokens a lane.
 DEVICE void make_gates(const f16 *mixed, float a_log, float dt_bias, float *g_out, float *beta_out, const Piece &piece, int first,
@@ -50,7 +51,7 @@ DEVICE void make_gates(const f16 *mixed, float a_log, float dt_bias, float *g_ou
     for (int i = 0; i < 2; i++) {
         bool valid = first + i * 32 + lane < piece.count;
         beta_out[i * 32 + lane] = valid ? sigmoid(half_to_float(raw[i][0])) : 0.0f;
-        g[i] = valid ? rate * softplus(half_to_float(raw[i][1]) + dt_bias) : 0.0f;
+        g[i] = valid ? rate * softplus_fast(half_to_float(raw[i][1]) + dt_bias) : 0.0f;
     }
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {

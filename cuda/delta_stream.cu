@@ -13,25 +13,13 @@
 // Bytes a (sequence, head): 64 KB of state read, 1 KB a pair read and one written, and 64 KB written by each that folds.
 // Such a pair is a task. Blocks stay, one a multiprocessor, and walk the tasks: their first ones are shared out, the others
 // are drawn from a counter, since multiprocessors read at different rates.
-#include "half.cuh"
-
-struct Shape {
-    int key_heads, value_heads, pitch, ring;
-    float eps;
-};
-
-struct __align__(16) Sequence {
-    int slot, context, start, count;
-    int pending, write, unused[2];
-};
+#include "delta.cuh"
 
 #define HEAD 128
 #define STATE_BYTES (HEAD * HEAD * 4)
 #define PAIR 260            // floats: k, u, L and three unused
 #define PAIR_BYTES (PAIR * 4)
 
-DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-DEVICE float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 DEVICE void add_scaled(float4 &to, float by, float4 x) {
     to.x += by * x.x, to.y += by * x.y, to.z += by * x.z, to.w += by * x.w;
 }

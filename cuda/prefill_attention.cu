@@ -8,7 +8,7 @@
 //
 // Shared memory holds rows of D halves in 16-byte units; unit u of row r lies at u ^ (r % 8), so that the eight rows an
 // ldmatrix reads fall into different banks.
-#include "half.cuh"
+#include "step.cuh"
 
 // 128 rows of 256 halves and two key tiles take 128 KB of shared memory, which only the datacentre parts have.
 #if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
@@ -18,11 +18,6 @@
 #endif
 #define TILE_ROWS (16 * WARPS)
 #define TILE_KEYS 64
-
-// One chunk of a prompt: its rows in q, and where its keys are.
-struct Chunk {
-    int first_row, new_tokens, context_tokens, table;
-};
 
 // K and V of one layer: strides in halves.
 struct Cache {

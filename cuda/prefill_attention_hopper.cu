@@ -8,6 +8,7 @@
 // rule.
 #include "wgmma.cuh"
 #include "cluster.cuh"
+#include "step.cuh"
 
 #define TILE_ROWS 128
 #define TILE_KEYS 80
@@ -16,10 +17,6 @@
 #define Q_PANEL (64 * 128) // bytes of 64 rows of 64 halves
 #define PANEL (TILE_KEYS * 128)
 #define SCORES (TILE_KEYS / 2) // a thread's scores of a tile
-
-struct Chunk {
-    int first_row, new_tokens, context_tokens, table;
-};
 
 // Block ids of each sequence; K and V themselves are behind tensor maps of dimensions (element, token, head, block).
 struct Tables {

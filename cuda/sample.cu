@@ -8,6 +8,7 @@
 // Bytes: 4 a logit for each pass; greedy takes one pass (none where the head's product leaves
 // keys: `sample_keys`), sampling one, and four each for top_k and top_p.
 #include "best.cuh"
+#include "step.cuh"
 
 struct Sample {
     float inverse_temperature; // 0: greedy
@@ -15,11 +16,6 @@ struct Sample {
     u32 top_k; // 0: all
     u32 unused;
     u64 seed, position;
-};
-
-// Where this step's results go: offsets into ring and host, in words.
-struct Header {
-    u32 ring_offset, table_pitch, unused[6];
 };
 
 #define TOKEN_NOT_FINITE 0xffffffffu

@@ -16,6 +16,10 @@ pub enum Error {
     /// The request was right and the work failed: exit code 1.
     #[error("{fact}")]
     Failed { fact: String, hint: String },
+    /// The work was done and could not answer what was asked of it, such as a check of claims of which none could be
+    /// compared: exit code 3.
+    #[error("{fact}")]
+    Undecided { fact: String, hint: String },
     /// The user pressed Ctrl-C: exit code 130.
     #[error("interrupted")]
     Interrupted { hint: String },
@@ -28,6 +32,10 @@ impl Error {
 
     pub fn failed(fact: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::Failed { fact: fact.into(), hint: hint.into() }
+    }
+
+    pub fn undecided(fact: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Undecided { fact: fact.into(), hint: hint.into() }
     }
 
     /// What cannot happen unless the program is wrong.
@@ -56,7 +64,10 @@ impl Error {
     /// The next thing to try; empty when there is nothing to add.
     pub fn hint(&self) -> &str {
         match self {
-            Self::Invalid { hint, .. } | Self::Failed { hint, .. } | Self::Interrupted { hint } => hint,
+            Self::Invalid { hint, .. }
+            | Self::Failed { hint, .. }
+            | Self::Undecided { hint, .. }
+            | Self::Interrupted { hint } => hint,
         }
     }
 
@@ -64,6 +75,7 @@ impl Error {
         match self {
             Self::Failed { .. } => 1,
             Self::Invalid { .. } => 2,
+            Self::Undecided { .. } => 3,
             Self::Interrupted { .. } => 130,
         }
     }
@@ -73,6 +85,7 @@ impl Error {
         match self {
             Self::Invalid { fact, hint } => Self::Invalid { fact: format!("{context}: {fact}"), hint },
             Self::Failed { fact, hint } => Self::Failed { fact: format!("{context}: {fact}"), hint },
+            Self::Undecided { fact, hint } => Self::Undecided { fact: format!("{context}: {fact}"), hint },
             interrupted => interrupted,
         }
     }

@@ -10,6 +10,7 @@ use crate::{Error, Result};
 /// A figure and where it comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Sourced {
+    /// In the unit that what holds it says.
     pub value: f64,
     pub source: &'static str,
 }

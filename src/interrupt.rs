@@ -16,6 +16,9 @@ static REQUESTED: AtomicBool = AtomicBool::new(false);
 static RESUME: Mutex<String> = Mutex::new(String::new());
 
 /// Catches SIGINT and SIGTERM. Call once, before long work.
+///
+/// # Errors
+/// The system lets the process handle no signals, or it is called twice.
 pub fn install() -> Result<()> {
     ctrlc::set_handler(|| {
         REQUESTED.store(true, Ordering::SeqCst);

@@ -13,6 +13,7 @@ pub mod hardware;
 pub mod interrupt;
 pub mod measure;
 pub mod numbers;
+pub mod paths;
 pub mod report;
 pub mod results;
 pub mod run;

@@ -4,8 +4,9 @@
 use std::path::Path;
 
 /// In the order of `src/lib.rs`'s first lines; what they share comes first.
-const LAYERS: [&str; 14] = [
+const LAYERS: [&str; 15] = [
     "error",
+    "paths",
     "hardware",
     "interrupt",
     "engine",

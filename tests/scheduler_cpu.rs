@@ -5,7 +5,6 @@ mod cpu_rig;
 
 use cpu_rig::{Golden, assert_close, fixture};
 use inferwall::engine::Engine;
-use inferwall::engine::account::Ceilings;
 use inferwall::engine::cache::plan::plan_cache;
 use inferwall::engine::clock::Clock;
 use inferwall::engine::config::{CacheDtype, CpuMath, EngineConfig, KvLayout, Speculation};
@@ -29,14 +28,7 @@ fn engine(model: &dyn Model, config: EngineConfig) -> Engine {
     let memory = 8 << 30;
     let dtypes = (CacheDtype::F32, CacheDtype::F32);
     let plan = plan_cache(model.layout(), &config, memory, memory, dtypes, None).unwrap();
-    let ceilings = Ceilings {
-        read_bytes_per_s: 1e10,
-        copy_bytes_per_s: 1e10,
-        flops_per_s: 1e11,
-        launch_s: 0.0,
-        measured: false,
-    };
-    Engine::new(model, plan, config, ceilings, Clock::real()).unwrap()
+    Engine::new(model, plan, config, None, Clock::real()).unwrap()
 }
 
 fn config() -> EngineConfig {

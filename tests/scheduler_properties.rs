@@ -132,7 +132,7 @@ fn run(case: &Case) -> Outcome {
     let plan = plan_cache(&layout, &case.config, memory, memory, dtypes, None).unwrap();
     let model = MemoryModel { layout, log: Log::default() };
     let clock = Clock::virtual_time();
-    let mut engine = Engine::new(&model, plan, case.config.clone(), CEILINGS, clock).unwrap();
+    let mut engine = Engine::new(&model, plan, case.config.clone(), Some(CEILINGS), clock).unwrap();
     let mut outcome = Outcome { reports: Vec::new(), log: model.log.clone(), cancelled: Vec::new() };
     let mut to_cancel: Vec<(usize, RequestId)> = Vec::new();
     let mut arrivals = case.arrivals.iter().peekable();

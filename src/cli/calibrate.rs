@@ -27,6 +27,8 @@ pub struct CalibrateFlags {
 }
 
 impl CalibrateFlags {
+    /// # Errors
+    /// A folder that is none of a run, or is damaged; steps that determine no parameter.
     pub fn run(self) -> Result<()> {
         let results = RunResults::read(&self.run)?;
         let arms = results.arms_named(self.arm.as_deref())?;
@@ -38,7 +40,12 @@ impl CalibrateFlags {
         }
         let chosen = |arm: &str| self.arm.as_deref().is_none_or(|only| arm == only);
         let steps: Vec<_> = results.steps.iter().filter(|step| chosen(&step.arm)).cloned().collect();
-        let ceilings = results.record.typical_ceilings(chosen);
+        let Some(ceilings) = results.record.typical_ceilings(chosen) else {
+            return Err(Error::invalid(
+                format!("{}: {} has no ceilings to begin from", self.run.display(), results.record.device.id),
+                "calibrate on a run on a CPU, a GPU or sim:GPU",
+            ));
+        };
         let calibration = calibrate(&steps, (ceilings.read_bytes_per_s, ceilings.flops_per_s))
             .map_err(|error| error.context(self.run.display()))?;
         let device = calibration.device(results.record.device.memory_bytes);

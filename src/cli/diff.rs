@@ -1,6 +1,6 @@
 //! `inferwall diff`: two results, metric by metric, with intervals and verdicts.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 
@@ -10,7 +10,7 @@ use crate::measure::verdict::{NO_CHANGE_BAND, NOISE_FLOOR, Verdict};
 use crate::numbers::{DASH, number};
 use crate::report::format::Format;
 use crate::report::table;
-use crate::{Error, Result};
+use crate::{Error, Result, paths};
 
 #[derive(Debug, Args)]
 pub struct DiffFlags {
@@ -23,7 +23,7 @@ pub struct DiffFlags {
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 
-    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise", "no change" or "not told apart"
+    /// Exit with 1 if any metric of any arm came out so: "regressed", "improved", "within noise", "no change" or "not told apart"; with 3 if all have too few repeats
     #[arg(long, value_name = "VERDICT")]
     fail_on: Option<String>,
 }
@@ -40,17 +40,13 @@ fn too_few_repeats(rows: &[DiffRow]) -> Option<String> {
     })
 }
 
-/// Whether both paths lead to one file or folder.
-fn same(one: &Path, other: &Path) -> bool {
-    one == other
-        || one.canonicalize().ok().zip(other.canonicalize().ok()).is_some_and(|(one, other)| one == other)
-}
-
 impl DiffFlags {
+    /// # Errors
+    /// A file that cannot be read or has no arm in common with the other; 1 or 3 by `--fail-on`.
     pub fn run(self) -> Result<()> {
         let fail_on = self.fail_on.as_deref().map(str::parse::<Verdict>).transpose()?;
         let comparison = compare::compare(&compare::read(&self.before)?, &compare::read(&self.after)?)?;
-        if same(&self.before, &self.after) {
+        if paths::same(&self.before, &self.after) {
             output::warning(&format!("{} is compared with itself", self.before.display()));
         }
         for warning in &comparison.warnings {
@@ -76,6 +72,12 @@ impl DiffFlags {
                 Err(Error::failed(
                     format!("{verdict}: {}", failing.join(", ")),
                     "--fail-on asked for this; the table has the intervals",
+                ))
+            }
+            Some(_) if comparison.rows.iter().all(|row| row.verdict == Verdict::TooFewRepeats) => {
+                Err(Error::undecided(
+                    "--fail-on had nothing to go by: all rows say `too few repeats`",
+                    "run both again with --repeats 5",
                 ))
             }
             _ => Ok(()),

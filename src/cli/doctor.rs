@@ -45,6 +45,8 @@ const LIBRARIES: [(&str, &[&str], &str); 2] = [
 ];
 
 impl DoctorFlags {
+    /// # Errors
+    /// Only a stdout that cannot be written to: what is missing is what it reports.
     pub fn run(self) -> Result<()> {
         let mut lines: Vec<Line> = vec![line("inferwall", "build", build_id())];
         self.cpu(&mut lines);
@@ -120,7 +122,8 @@ impl DoctorFlags {
         }
         output::note(&format!("measuring {} ...", info.name));
         match measure(device) {
-            Ok((ceilings, range)) => {
+            Ok(None) => {}
+            Ok(Some((ceilings, range))) => {
                 ceiling_lines(part, &ceilings, range, lines);
                 if let Some(gpu) = hardware::by_product_name(&info.name) {
                     lines.push(line(
@@ -143,9 +146,10 @@ impl DoctorFlags {
 const AGAIN: usize = 4;
 const PAUSE: Duration = Duration::from_millis(400);
 
-/// The best of several measurements where ceilings wander, with the least and the most read bandwidth among them.
-fn measure(device: &mut dyn Device) -> Result<(Ceilings, (f64, f64))> {
-    let mut best = device.ceilings()?;
+/// The best of several measurements where ceilings wander, with the least and the most read bandwidth among them;
+/// `None` for a device without ceilings.
+fn measure(device: &mut dyn Device) -> Result<Option<(Ceilings, (f64, f64))>> {
+    let Some(mut best) = device.ceilings()? else { return Ok(None) };
     let mut range = (best.read_bytes_per_s, best.read_bytes_per_s);
     for _ in 0..AGAIN {
         std::thread::sleep(PAUSE);
@@ -153,7 +157,7 @@ fn measure(device: &mut dyn Device) -> Result<(Ceilings, (f64, f64))> {
         range = (range.0.min(now.read_bytes_per_s), range.1.max(now.read_bytes_per_s));
         best = best.best_of(&now);
     }
-    Ok((best, range))
+    Ok(Some((best, range)))
 }
 
 fn ceiling_lines(part: &str, ceilings: &Ceilings, (least, most): (f64, f64), lines: &mut Vec<Line>) {

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use super::flags::RunOutputFlags;
 use super::output;
 use super::progress::Bar;
-use crate::experiment::plan::PlanOptions;
+use crate::experiment::plan::{Plan, PlanOptions};
 use crate::experiment::sweep::{self, SATURATE, SWEEP};
 use crate::explain::compare;
 use crate::report::format::Format;
 use crate::report::{self, consumers, export, json};
 use crate::results::RunResults;
-use crate::results::claims::{self, Outcome};
+use crate::results::claims::{self, Outcome, Verdict};
 use crate::results::folder::{RUN_FILE, ResultsFolder};
 use crate::results::record::RunRecord;
 use crate::run::device;
@@ -28,6 +28,9 @@ pub struct Request {
 }
 
 /// The options of the run that `--resume` names; flags given now are laid over them.
+///
+/// # Errors
+/// `--force` alone; a folder that is none of a run, or of a `saturate`.
 pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     match &flags.resume {
         None if flags.force => Err(Error::invalid("--force without --resume", "--force belongs to --resume")),
@@ -45,12 +48,20 @@ pub fn recorded_options(flags: &RunOutputFlags) -> Result<Option<PlanOptions>> {
     }
 }
 
+/// Runs what is asked for, to the reports and the table.
+///
+/// # Errors
+/// A plan that cannot be, a device or model that cannot be opened, a run that failed or was interrupted, a folder that cannot
+/// be resumed or written to; with `--check` a claim that does not hold, or none that could be compared.
 pub fn execute(request: &Request) -> Result<()> {
     let options = &request.options;
     let flags = &request.output;
     let until = flags.deadline()?;
     let (rig, reason) = device::rig(&options.device)?;
     let plan = sweep::plan_of(options, &rig)?;
+    if flags.check {
+        require_claims(&plan)?;
+    }
     let mut bar = Bar::new();
     let ready = Ready::open(options, plan, &reason, &mut bar)?;
     let mut run = match &flags.resume {
@@ -72,15 +83,48 @@ pub fn execute(request: &Request) -> Result<()> {
     if flags.trace && ending == Ending::Complete {
         trace(&mut run, flags.format)?;
     }
-    let broken = run.record.claims.iter().filter(|verdict| verdict.outcome == Outcome::DoesNotHold);
-    let broken: Vec<&str> = broken.map(|verdict| verdict.text.as_str()).collect();
-    if flags.check && !broken.is_empty() {
+    if flags.check { check(&run.record.claims, run.folder.path()) } else { Ok(()) }
+}
+
+/// What `--check` makes of the claims.
+fn check(claims: &[Verdict], folder: &Path) -> Result<()> {
+    let of = |outcome| claims.iter().filter(move |verdict| verdict.outcome == outcome);
+    let broken: Vec<&str> = of(Outcome::DoesNotHold).map(|verdict| verdict.text.as_str()).collect();
+    if !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
-            format!("see why with `inferwall explain {}`", run.folder.path().display()),
+            format!("see why with `inferwall explain {}`", folder.display()),
         ));
     }
+    let holding = of(Outcome::Holds).count();
+    if holding == 0 {
+        let mut reasons: Vec<&str> =
+            of(Outcome::NotComparable).map(|verdict| verdict.reason.as_str()).collect();
+        reasons.sort_unstable();
+        reasons.dedup();
+        return Err(Error::undecided(
+            format!("none of the {} claim(s) could be compared: {}", claims.len(), reasons.join("; ")),
+            "nothing was found to hold or not to hold: run it where the claims were published, and without flags that \
+             change what is run",
+        ));
+    }
+    output::note(&format!("claims: {holding} hold, {} could not be compared", claims.len() - holding));
     Ok(())
+}
+
+/// `--check` of a plan without claims is a slip, told before hours are spent on it.
+fn require_claims(plan: &Plan) -> Result<()> {
+    if !plan.claims.is_empty() {
+        return Ok(());
+    }
+    let (fact, hint) = match claims::left_out(plan) {
+        Some(left_out) => (
+            format!("claims: {left_out}"),
+            "choose the arms that claims are made of (`inferwall show` lists them)",
+        ),
+        None => (format!("no claims are made of {}", plan.experiment), "leave --check out"),
+    };
+    Err(Error::invalid(format!("--check has nothing to check: {fact}"), hint))
 }
 
 /// Each arm beside its simulation, where the report does not have that already (on a GPU in the table).
@@ -125,6 +169,9 @@ fn trace(run: &mut Run, format: Format) -> Result<()> {
 }
 
 /// Checks the claims, writes run.json and the report files, and prints the table and what has to be known of it.
+///
+/// # Errors
+/// A folder that cannot be written to, tables that were damaged since, stdout.
 pub fn report(folder: &ResultsFolder, record: &mut RunRecord, format: Format) -> Result<()> {
     folder.replace(RUN_FILE, &record.json()?)?;
     let mut results = RunResults::read(folder.path())?;

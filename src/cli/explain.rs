@@ -38,6 +38,8 @@ pub struct ExplainFlags {
 }
 
 impl ExplainFlags {
+    /// # Errors
+    /// A folder that is none of a run, or is damaged, a model that is no longer there.
     pub fn run(self) -> Result<()> {
         if self.format == Format::Csv && !self.compare_sim {
             return Err(Error::invalid(

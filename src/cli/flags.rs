@@ -67,6 +67,10 @@ pub struct PartFlags {
 }
 
 impl PartFlags {
+    /// Lays the flags that were given over `options`.
+    ///
+    /// # Errors
+    /// A `--shard` that is none.
     pub fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
         if !self.arms.is_empty() {
             options.arms.clone_from(&self.arms);
@@ -80,7 +84,7 @@ impl PartFlags {
 
 impl PlanFlags {
     /// Lays the flags that were given over `options` (the defaults, or those recorded by a run that is resumed).
-    pub fn lay_over(&self, options: &mut PlanOptions) -> Result<()> {
+    pub fn lay_over(&self, options: &mut PlanOptions) {
         if let Some(device) = &self.device {
             options.device.clone_from(device);
         }
@@ -98,7 +102,6 @@ impl PlanFlags {
         options.repeats = self.repeats.or(options.repeats);
         options.seed = self.seed.or(options.seed);
         options.quick |= self.quick;
-        Ok(())
     }
 }
 
@@ -129,7 +132,7 @@ pub struct RunOutputFlags {
     #[arg(long)]
     pub compare_sim: bool,
 
-    /// Exit with 1 if a claim does not hold
+    /// Exit with 1 if a claim does not hold, with 3 if none could be compared
     #[arg(long)]
     pub check: bool,
 
@@ -139,6 +142,10 @@ pub struct RunOutputFlags {
 }
 
 impl RunOutputFlags {
+    /// When no further arm is begun; `None` without `--budget`.
+    ///
+    /// # Errors
+    /// A `--budget` that is no time.
     pub fn deadline(&self) -> Result<Option<Instant>> {
         match self.budget {
             None => Ok(None),

@@ -58,6 +58,8 @@ enum GenerateFormat {
 }
 
 impl GenerateFlags {
+    /// # Errors
+    /// A model, prompt or flag that is wrong; generation that failed or was interrupted.
     pub fn run(self) -> Result<()> {
         if self.max_tokens == 0 {
             return Err(Error::invalid("--max-tokens 0 asks for nothing", "give 1 or more"));

@@ -20,6 +20,8 @@ pub struct ListFlags {
 }
 
 impl ListFlags {
+    /// # Errors
+    /// A file of experiments that cannot be read.
     pub fn run(self) -> Result<()> {
         let experiments = spec::load(self.experiments.experiments.as_deref())?;
         let rows: Vec<[String; 4]> = experiments

@@ -33,6 +33,8 @@ enum LogitsFormat {
 }
 
 impl LogitsFlags {
+    /// # Errors
+    /// A model or tokens that are wrong, logits that are not finite.
     pub fn run(self) -> Result<()> {
         let tokens = parse_tokens(&self.tokens)?;
         let last = self.last.unwrap_or(tokens.len());

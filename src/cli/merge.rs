@@ -12,7 +12,7 @@ use super::{execute, output};
 use crate::experiment::plan::{Arm, Cell};
 use crate::report::format::Format;
 use crate::results::csv::Rows;
-use crate::results::folder::{KERNELS_FILE, ResultsFolder};
+use crate::results::folder::{KERNELS_FILE, ROW_FILES, ResultsFolder};
 use crate::results::journal::{FinishedCell, JOURNAL, Journal};
 use crate::results::record::{self, RunRecord, Status};
 use crate::{Error, Result};
@@ -35,19 +35,9 @@ pub struct MergeFlags {
     format: Format,
 }
 
-/// Files with rows, summary.csv last as in a run.
-const FILES: [&str; 8] = [
-    "cold.csv",
-    "populations.csv",
-    "checks.csv",
-    "requests.csv",
-    "tokens.csv",
-    "steps.csv",
-    KERNELS_FILE,
-    "summary.csv",
-];
-
 impl MergeFlags {
+    /// # Errors
+    /// Folders that are no shards of one plan (without `--force`), are damaged, or have a row twice.
     pub fn run(self) -> Result<()> {
         let records: Vec<RunRecord> =
             self.folders.iter().map(|folder| RunRecord::read(folder)).collect::<Result<_>>()?;
@@ -78,6 +68,7 @@ impl MergeFlags {
         }
         let mut folder =
             ResultsFolder::create(&self.out, &merged.experiment, &merged.device.id, &merged.plan_hash)?;
+        folder.note_working_folder(&merged.plan.folder)?;
         for (cell, rows) in by_cell.into_values() {
             folder.append(cell, &rows)?;
         }
@@ -115,9 +106,7 @@ impl MergeFlags {
                 merged.seeds.clone_from(&record.seeds);
             }
             merged.add_facts(&record.arms, &record.models);
-            if merged.ceilings.read_bytes_per_s == 0.0 {
-                merged.ceilings = record.ceilings;
-            }
+            merged.ceilings = merged.ceilings.or(record.ceilings);
             if merged.cold_start.is_none() {
                 merged.cold_start.clone_from(&record.cold_start);
             }
@@ -145,31 +134,28 @@ type CellRows = Vec<(&'static str, Rows)>;
 fn cells_of(folder: &Path) -> Result<Vec<(FinishedCell, CellRows)>> {
     let journal = Journal::read(folder)?;
     let mut cells: Vec<(FinishedCell, CellRows)> =
-        journal.cells.into_iter().map(|cell| (cell, Vec::new())).collect();
-    for name in FILES {
+        journal.cells.iter().map(|cell| (cell.clone(), Vec::new())).collect();
+    for name in [KERNELS_FILE].into_iter().chain(ROW_FILES) {
         let path = folder.join(name);
         let damaged = |what: String| {
             Error::invalid(format!("{}: {what}", path.display()), "the file is damaged: run that shard again")
         };
-        let mut text = match std::fs::read(&path) {
-            Ok(text) => text,
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound && !journal.lengths.contains_key(name) => {
                 continue;
             }
             Err(error) => return Err(Error::read(&path, &error)),
         };
-        if name != KERNELS_FILE {
-            let length = journal.lengths.get(name).copied().unwrap_or(0) as usize;
-            if text.len() < length {
-                return Err(damaged(format!("{} bytes, but the journal names {length}", text.len())));
-            }
-            // What follows is of a cell that was never finished.
-            text.truncate(length);
-        }
+        // What follows the finished rows is of a cell that was never finished.
+        let text = match name {
+            KERNELS_FILE => bytes.as_slice(),
+            _ => journal.finished(&path, name, &bytes)?.0,
+        };
         if text.is_empty() {
             continue;
         }
-        let mut reader = csv::Reader::from_reader(text.as_slice());
+        let mut reader = csv::Reader::from_reader(text);
         let headers = reader.headers().map_err(|error| damaged(error.to_string()))?.clone();
         let column = |name: &str| {
             headers

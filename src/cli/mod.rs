@@ -30,7 +30,8 @@ use crate::results::record::command_line;
 
 /// Below the list of commands.
 const BEGIN: &str = "Begin with `inferwall doctor` and `inferwall run part3-batching-cliff --quick`: a real engine and a small model \
-                     with random weights, on a CPU too.";
+                     with random weights, on a CPU too.\n\nExit codes: 0 done; 1 it failed, or --check or --fail-on found \
+                     what it looks for; 2 the request was wrong; 3 --check or --fail-on had nothing to compare; 130 interrupted.";
 
 /// Turn one knob of an LLM server until something breaks, and see which resource ran out and why.
 #[derive(Debug, Parser)]

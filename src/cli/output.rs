@@ -8,6 +8,9 @@ use std::io::{ErrorKind, IsTerminal, Write};
 use crate::{Error, Result};
 
 /// Writes data to stdout as it is.
+///
+/// # Errors
+/// A stdout that cannot be written to; one that was closed is none.
 pub fn data(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

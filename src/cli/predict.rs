@@ -47,6 +47,8 @@ pub struct PredictFlags {
 }
 
 impl PredictFlags {
+    /// # Errors
+    /// A model, GPU or setting that is unknown or cannot be told of.
     pub fn run(self) -> Result<()> {
         let device = SimDevice::parse(&self.gpu)?;
         if self.prompts.contains(&0) || self.input_len == 0 || self.output_len == 0 {

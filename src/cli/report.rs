@@ -23,6 +23,8 @@ pub struct ReportFlags {
 }
 
 impl ReportFlags {
+    /// # Errors
+    /// A folder that is none of a run, or is damaged or has no rows; a folder that cannot be written to.
     pub fn run(self) -> Result<()> {
         let mut rows = Vec::new();
         for (index, path) in self.folders.iter().enumerate() {

@@ -33,7 +33,7 @@ pub struct ReproduceFlags {
     #[arg(long)]
     no_mechanisms: bool,
 
-    /// Exit with 1 if a judged cell that was not calibrated on is outside its gate
+    /// Exit with 1 if a judged cell that was not calibrated on is outside its gate, with 3 if none is judged
     #[arg(long)]
     check: bool,
 
@@ -42,6 +42,8 @@ pub struct ReproduceFlags {
 }
 
 impl ReproduceFlags {
+    /// # Errors
+    /// A part or device that is wrong; by `--check` a judged cell outside its gate, or none that is judged.
     pub fn run(self) -> Result<()> {
         let device = SimDevice::parse(&self.device)?;
         if self.check && device.info().id != "sim:series" {
@@ -85,7 +87,7 @@ impl ReproduceFlags {
             mechanisms::run(&parts, &device, self.seed)?
         };
         output::data(&self.rendered(&results, &switched)?)?;
-        self.verdict(&results)
+        if self.check { check(&results) } else { Ok(()) }
     }
 
     fn rendered(&self, results: &[PartResult], switched: &[mechanisms::Mechanism]) -> Result<String> {
@@ -115,20 +117,37 @@ impl ReproduceFlags {
             }
         }
     }
+}
 
-    fn verdict(&self, results: &[PartResult]) -> Result<()> {
-        let outside = results
-            .iter()
-            .flat_map(|part| &part.cells)
-            .filter(|cell| cell.cell.mark != Mark::Calibrated)
-            .filter(|cell| matches!(cell.verdict, Verdict::DoesNotHold | Verdict::NotSimulated))
-            .count();
-        if self.check && outside > 0 {
-            return Err(Error::failed(
-                format!("{outside} judged cells are outside their gates"),
-                "each is marked `does not hold` in the table, with its reason below it",
-            ));
-        }
-        Ok(())
+/// What `--check` makes of the cells.
+fn check(results: &[PartResult]) -> Result<()> {
+    let cells = results.iter().flat_map(|part| &part.cells);
+    let judged: Vec<Verdict> = cells
+        .filter(|cell| cell.cell.mark != Mark::Calibrated && cell.verdict != Verdict::Printed)
+        .map(|cell| cell.verdict)
+        .collect();
+    let outside = judged.iter().filter(|verdict| **verdict != Verdict::Holds).count();
+    if outside > 0 {
+        return Err(Error::failed(
+            format!("{outside} judged cells are outside their gates"),
+            "each is marked `does not hold` in the table, with its reason below it",
+        ));
+    }
+    if judged.is_empty() {
+        return Err(Error::undecided(
+            "none of these cells is judged",
+            "nothing was found to hold or not to hold: take another part, or leave --unseen out",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_check_of_no_judged_cell_is_neither_passed_nor_failed() {
+        assert_eq!(check(&[]).unwrap_err().exit_code(), 3);
     }
 }

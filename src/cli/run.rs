@@ -35,6 +35,8 @@ pub struct RunFlags {
 }
 
 impl RunFlags {
+    /// # Errors
+    /// No experiment; as [`execute::execute`].
     pub fn run(self) -> Result<()> {
         let mut options = execute::recorded_options(&self.output)?.unwrap_or_default();
         match &self.experiment {
@@ -52,7 +54,7 @@ impl RunFlags {
         options.values = self.values.clone().or(options.values.take());
         options.slo = self.slo.clone().or(options.slo.take());
         options.experiments_file = self.experiments.experiments.clone().or(options.experiments_file.take());
-        self.plan.lay_over(options)?;
+        self.plan.lay_over(options);
         self.part.lay_over(options)
     }
 }

@@ -58,6 +58,8 @@ pub struct SaturateFlags {
 const PROMPTS: usize = 200;
 
 impl SaturateFlags {
+    /// # Errors
+    /// Limits or bounds that are wrong, a search that cannot be resumed; a run that failed or was interrupted.
     pub fn run(self) -> Result<()> {
         let earlier = self.resume.as_deref().map(read_earlier).transpose()?;
         let (options, span) = self.options(earlier.as_ref())?;
@@ -146,7 +148,7 @@ impl SaturateFlags {
         }
         options.search = Some(span);
         options.sweep = vec![("request_rate".to_string(), span.start.to_string())];
-        self.plan.lay_over(&mut options)?;
+        self.plan.lay_over(&mut options);
         if !plan::load_says(&options.load, "prompts") {
             options.prompts.get_or_insert(PROMPTS);
         }

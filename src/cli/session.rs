@@ -15,7 +15,6 @@ use crate::engine::device::{Device, DeviceKind, LoadOptions, Model};
 use crate::engine::model::{ModelRef, OpenOptions, OpenedModel, open};
 use crate::engine::tokenizer::Tokenizer;
 use crate::experiment::knobs;
-use crate::measure::roofs::NO_CEILINGS;
 use crate::numbers::{bytes, duration};
 use crate::run::device;
 use crate::run::progress::Progress;
@@ -67,6 +66,9 @@ pub struct Checked {
 
 impl ModelFlags {
     /// Opens device and model. `defaults` are the command's own settings, which `--set` overrides.
+    ///
+    /// # Errors
+    /// A setting that is wrong, a device that is not there, a model that cannot be opened.
     pub fn check(&self, defaults: EngineConfig) -> Result<Checked> {
         let mut config = Table::try_from(&defaults).map_err(|error| Error::bug(error.to_string()))?;
         for text in &self.set {
@@ -151,6 +153,9 @@ impl Checked {
     }
 
     /// Loads the weights and opens an engine for requests of up to `longest_tokens`.
+    ///
+    /// # Errors
+    /// More tokens than max_model_len or the model take, memory that cannot hold it, weights that are damaged.
     pub fn load(mut self, longest_tokens: usize) -> Result<OpenModel> {
         let layout = &self.opened.layout;
         if let Some(most) = self.longest_tokens.filter(|most| longest_tokens > *most) {
@@ -205,12 +210,15 @@ impl Checked {
         }
         let clock = self.device.clock();
         // Nothing is judged here, so no ceilings are measured.
-        let engine = Engine::new(model.as_ref(), pools, self.config, NO_CEILINGS, clock)?;
+        let engine = Engine::new(model.as_ref(), pools, self.config, None, clock)?;
         Ok(OpenModel { engine, _model: model, device: self.device, opened: self.opened })
     }
 }
 
 /// `1,2,3` or `@FILE` with ids separated by commas, white space or both; a JSON array is read too.
+///
+/// # Errors
+/// A file that cannot be read, a word that is no id, no ids.
 pub fn parse_tokens(text: &str) -> Result<Vec<u32>> {
     let (text, place) = match text.strip_prefix('@') {
         Some("") => {

@@ -41,6 +41,8 @@ pub struct ShowFlags {
 }
 
 impl ShowFlags {
+    /// # Errors
+    /// An experiment or flag that is wrong; what `run` would refuse.
     pub fn run(self) -> Result<()> {
         let mut options = PlanOptions {
             experiment: self.experiment.clone(),
@@ -48,7 +50,7 @@ impl ShowFlags {
             values: self.values.clone(),
             ..PlanOptions::default()
         };
-        self.plan.lay_over(&mut options)?;
+        self.plan.lay_over(&mut options);
         self.part.lay_over(&mut options)?;
         let (rig, reason) = device::rig(&options.device)?;
         let plan = sweep::plan_of(&options, &rig)?;

@@ -37,6 +37,8 @@ pub struct SweepFlags {
 }
 
 impl SweepFlags {
+    /// # Errors
+    /// Knobs and values that do not pair; as [`execute::execute`].
     pub fn run(self) -> Result<()> {
         let mut options = execute::recorded_options(&self.output)?.unwrap_or_default();
         options.experiment = SWEEP.to_string();
@@ -59,7 +61,7 @@ impl SweepFlags {
         }
         options.zip |= self.zip;
         options.slo = self.slo.or(options.slo.take());
-        self.plan.lay_over(&mut options)?;
+        self.plan.lay_over(&mut options);
         self.part.lay_over(&mut options)?;
         execute::execute(&Request { options, output: self.output })
     }

@@ -45,13 +45,14 @@ pub struct StepCost {
 }
 
 impl StepCost {
-    /// Sets the floor to that on other ceilings.
-    pub fn judge_by(&mut self, ceilings: &Ceilings) {
-        self.floor_s = self.phases.floor_s(ceilings);
+    /// Sets the floor to that on other ceilings; 0 without any.
+    pub fn judge_by(&mut self, ceilings: Option<&Ceilings>) {
+        self.floor_s = ceilings.map_or(0.0, |ceilings| self.phases.floor_s(ceilings));
     }
 }
 
-/// The device's limits, measured (or from the data sheet, for a simulation). 0 where there is none (`sim:fixed`).
+/// The device's limits, measured (or from the data sheet, for a simulation). Rates are above 0: where a device has no limits
+/// (`sim:fixed`), or none were measured, there are no ceilings.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Ceilings {
     /// Sustained read bandwidth, bytes a second.
@@ -100,10 +101,9 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// max(bytes/bandwidth, FLOPs/rate), seconds. A ceiling of 0 is none.
+    /// max(bytes/bandwidth, FLOPs/rate), seconds.
     pub fn floor_s(&self, ceilings: &Ceilings) -> f64 {
-        let time_s = |amount: u64, ceiling: f64| if ceiling > 0.0 { amount as f64 / ceiling } else { 0.0 };
-        time_s(self.bytes, ceilings.read_bytes_per_s).max(time_s(self.flops, ceilings.flops_per_s))
+        (self.bytes as f64 / ceilings.read_bytes_per_s).max(self.flops as f64 / ceilings.flops_per_s)
     }
 }
 
@@ -357,7 +357,8 @@ impl CostModel {
         }
     }
 
-    pub fn cost(&self, shapes: &[SequenceShape], ceilings: &Ceilings) -> StepCost {
+    /// What a step of these sequences moves and computes, and its floor: 0 without ceilings.
+    pub fn cost(&self, shapes: &[SequenceShape], ceilings: Option<&Ceilings>) -> StepCost {
         let phases = self.phases(shapes);
         StepCost {
             bytes: ByteClasses {
@@ -367,7 +368,7 @@ impl CostModel {
                 activations: phases.activation_bytes,
             },
             flops: phases.weights.flops + phases.state.flops + phases.attention.flops,
-            floor_s: phases.floor_s(ceilings),
+            floor_s: ceilings.map_or(0.0, |ceilings| phases.floor_s(ceilings)),
             phases,
         }
     }
@@ -380,7 +381,7 @@ pub fn step_cost(
     shapes: &[SequenceShape],
     ceilings: &Ceilings,
 ) -> StepCost {
-    CostModel::new(layout, plan).cost(shapes, ceilings)
+    CostModel::new(layout, plan).cost(shapes, Some(ceilings))
 }
 
 #[cfg(test)]

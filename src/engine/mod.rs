@@ -41,7 +41,7 @@ pub struct Engine {
     plan: CachePlan,
     config: EngineConfig,
     costs: CostModel,
-    ceilings: Ceilings,
+    ceilings: Option<Ceilings>,
     vocab_size: usize,
     /// Steps that may be in flight when the engine waits: 1 or 2.
     depth: usize,
@@ -62,7 +62,7 @@ struct InFlight {
 }
 
 impl Engine {
-    /// Opens a session of `model` with pools of `plan`. `config.async_scheduling` of `None` counts as 1: the caller
+    /// Opens a session of `model` with pools of `plan`; `ceilings` are what steps are judged by. `config.async_scheduling` of `None` counts as 1: the caller
     /// knows the device's own default. N-gram speculation needs a step's tokens before it can propose the next ones,
     /// so it always schedules synchronously.
     ///
@@ -73,7 +73,7 @@ impl Engine {
         model: &dyn Model,
         plan: CachePlan,
         config: EngineConfig,
-        ceilings: Ceilings,
+        ceilings: Option<Ceilings>,
         clock: Clock,
     ) -> Result<Self> {
         config.validate()?;
@@ -227,7 +227,7 @@ impl Engine {
             sampled_rows: if entry.samples { 1 + entry.drafts } else { 0 },
             decode: entry.decode,
         }));
-        self.costs.cost(&self.shapes, &self.ceilings)
+        self.costs.cost(&self.shapes, self.ceilings.as_ref())
     }
 
     /// A request may be preempted by a schedule made while its last token was still in flight, or just before it is

@@ -257,6 +257,9 @@ impl Knob {
     }
 
     /// Reads a value from experiments.toml.
+    ///
+    /// # Errors
+    /// A value that the knob does not take.
     pub fn from_toml(&self, value: &Value) -> Result<Setting> {
         match value {
             Value::String(text) => self.parse(text),

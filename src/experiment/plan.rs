@@ -8,6 +8,8 @@
 mod axes;
 mod options;
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use toml::{Table, Value};
@@ -70,6 +72,10 @@ pub struct Plan {
     /// A flag changed what the arms run, so figures published for the declared ones don't apply.
     pub altered: bool,
     pub shard: Option<Shard>,
+    /// Where relative paths of models and files are looked for first, then in the working folder: the working folder of
+    /// the run, where that is another one. Kept beside run.json, not in it.
+    #[serde(skip)]
+    pub folder: PathBuf,
 }
 
 fn is_zero(count: &usize) -> bool {
@@ -227,6 +233,9 @@ pub fn build(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<
 }
 
 /// Resolves a sweep over the crossed (or paired) values of its knobs.
+///
+/// # Errors
+/// A knob given twice, values that do not pair; as [`build`].
 pub fn build_sweep(spec: &ExperimentSpec, options: &PlanOptions, rig: &Rig) -> Result<Plan> {
     let base = Base::new(spec, rig, options.quick);
     let sets = assignments(options)?;
@@ -475,6 +484,7 @@ fn finish(spec: &ExperimentSpec, options: &PlanOptions, repeats: usize, mut arms
         claims,
         altered,
         shard: options.shard,
+        folder: options.folder.clone(),
     })
 }
 

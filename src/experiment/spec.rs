@@ -249,6 +249,9 @@ pub fn parse(text: &str, file: &str) -> Result<Experiments> {
 }
 
 /// The experiments built in, or those of a file.
+///
+/// # Errors
+/// A file that cannot be read, or is wrong: with the line, and the nearest key.
 pub fn load(file: Option<&Path>) -> Result<Experiments> {
     match file {
         None => parse(BUILT_IN, "experiments.toml"),

@@ -2,7 +2,7 @@
 
 use super::plan::{self, Plan, PlanOptions};
 use super::spec::{self, Rig};
-use crate::Result;
+use crate::{Result, paths};
 
 /// The experiment name of a sweep.
 pub const SWEEP: &str = "sweep";
@@ -19,7 +19,8 @@ const SPEC: &str = include_str!("sweep.toml");
 /// An experiment that is not declared; as [`plan::build`].
 pub fn plan_of(options: &PlanOptions, rig: &Rig) -> Result<Plan> {
     if options.sweep.is_empty() || ![SWEEP, SATURATE].contains(&options.experiment.as_str()) {
-        let experiments = spec::load(options.experiments_file.as_deref())?;
+        let file = options.experiments_file.as_ref().map(|file| paths::find(&options.folder, file));
+        let experiments = spec::load(file.as_deref())?;
         return plan::build(spec::find(&experiments, &options.experiment)?, options, rig);
     }
     let experiments = spec::parse(SPEC, "the sweep's own load")?;

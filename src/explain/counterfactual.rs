@@ -17,7 +17,9 @@ use crate::workload::rate::Rate;
 pub struct Counterfactual {
     /// As in `bound_by`.
     pub resource: &'static str,
+    /// What was doubled, in words.
     pub change: &'static str,
+    /// Generated tokens a second, before and after.
     pub output_throughput: (f64, f64),
     pub e2el_p50_ms: (f64, f64),
 }
@@ -30,7 +32,7 @@ impl Counterfactual {
     }
 }
 
-/// Whether the counterfactuals agree with what the arm was said to be bound by; gains are those of output throughput.
+/// Whether the counterfactuals agree with what the arm was said to be bound by; gains are those of output throughput, as shares of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Check {
     pub claimed: String,

@@ -30,7 +30,7 @@ pub struct Evidence<'a> {
     /// What the summary says bound it; empty if nothing.
     pub bound_by: &'a str,
     pub largest_kernels: Vec<KernelRow>,
-    pub ceilings: Ceilings,
+    pub ceilings: Option<Ceilings>,
     pub simulated: &'a SimulatedArm,
     pub device: &'a SimDevice,
 }
@@ -54,7 +54,7 @@ pub struct Explanation {
 /// # Errors
 /// A counterfactual that cannot run.
 pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explanation> {
-    let time = TimeShares::of(evidence.steps, evidence.duration_s, &evidence.ceilings);
+    let time = TimeShares::of(evidence.steps, evidence.duration_s, evidence.ceilings.as_ref());
     let held_back = HeldShares::of(evidence.steps.iter());
     // (Counterfactuals run first: their baseline has the pools that walls are computed from.)
     let base = evidence.simulated.run(evidence.device)?;
@@ -63,7 +63,7 @@ pub fn explain(evidence: &Evidence, with_counterfactuals: bool) -> Result<Explan
         &evidence.simulated.layout,
         &base.plan,
         &costs,
-        &evidence.ceilings,
+        evidence.ceilings.as_ref(),
         &evidence.simulated.load,
     );
     let (counterfactuals, check) = if with_counterfactuals {

@@ -3,11 +3,12 @@
 use crate::engine::config::CacheDtype;
 use crate::engine::device::DeviceKind;
 use crate::engine::device::sim::SimDevice;
+use crate::engine::model::layout::ModelLayout;
 use crate::engine::model::{ModelRef, OpenOptions, open};
 use crate::hardware;
 use crate::measure::rows::StepRow;
 use crate::results::RunResults;
-use crate::results::record::ResolvedArm;
+use crate::results::record::{ResolvedArm, RunRecord};
 use crate::simulation::SimulatedArm;
 use crate::{Error, Result};
 
@@ -20,19 +21,18 @@ use super::{Evidence, Explanation, explain};
 /// [`Error::Invalid`] for a device without roofs (`sim:fixed`).
 pub fn stand_in(results: &RunResults, arm: &str, profile: bool) -> Result<SimDevice> {
     let record = &results.record;
-    if !results.has_roofs() {
+    let Some(ceilings) = record.ceilings_like(arm) else {
         return Err(Error::invalid(
             format!("{} has no bandwidth and no rate to simulate with", record.device.id),
             "explain a run on a CPU, a GPU or sim:<gpu>, or name a device with --sim",
         ));
-    }
+    };
     if record.device.kind == DeviceKind::Sim {
         return SimDevice::parse(&record.device.id);
     }
     if let Some(gpu) = hardware::by_product_name(&record.device.name).filter(|_| profile) {
         return SimDevice::parse(&format!("sim:{}", gpu.id));
     }
-    let ceilings = record.ceilings_like(arm);
     SimDevice::parse(&format!(
         "sim:custom:gb_per_s={},tflops={},gb={},launch_us={}",
         ceilings.read_bytes_per_s / 1e9,
@@ -59,8 +59,9 @@ pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<Sim
             "run.json is damaged",
         )
     })?;
-    let reference: ModelRef = resolved.model.parse()?;
+    let reference = ModelRef::find(&resolved.model, &record.plan.folder)?;
     let layout = open(&reference, &OpenOptions { seed: record.plan.seed, ..OpenOptions::default() })?.layout;
+    require_same(record, &resolved.model, &layout)?;
     let mut engine = resolved.engine.clone();
     engine.kv_blocks = Some(resolved.kv_blocks);
     engine.state_slots = (resolved.state_slots > 0).then_some(resolved.state_slots);
@@ -72,11 +73,28 @@ pub fn simulated_arm(results: &RunResults, resolved: &ResolvedArm) -> Result<Sim
     Ok(SimulatedArm {
         layout,
         engine,
-        load: planned.load.clone(),
+        load: planned.load.with_files_in(&record.plan.folder),
         seed: record.seeds.first().copied().unwrap_or(record.plan.seed),
         stop_s: None,
         stall_s: 0.0,
     })
+}
+
+/// # Errors
+/// [`Error::Invalid`] for a checkpoint of another size than the run's: another model has come to be where that was.
+fn require_same(record: &RunRecord, reference: &str, layout: &ModelLayout) -> Result<()> {
+    let recorded = record.models.iter().find(|model| model.reference == reference);
+    let bytes = layout.weight_bytes();
+    match recorded {
+        Some(recorded) if recorded.weight_bytes != bytes && !layout.synthetic => Err(Error::invalid(
+            format!(
+                "{reference} has {bytes} bytes of weights, the model of the run had {}",
+                recorded.weight_bytes
+            ),
+            "another model is there now: put the run's own back, or run again",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// # Errors

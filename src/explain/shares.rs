@@ -23,7 +23,7 @@ pub struct TimeShares {
 }
 
 impl TimeShares {
-    pub fn of(steps: &[StepRow], duration_s: f64, ceilings: &Ceilings) -> Self {
+    pub fn of(steps: &[StepRow], duration_s: f64, ceilings: Option<&Ceilings>) -> Self {
         let mut shares = Self::default();
         let total_ms = duration_s * 1e3;
         if total_ms <= 0.0 {
@@ -186,7 +186,7 @@ mod tests {
             step(10.0, 8.0, 4_000_000_000, 1_000_000_000, "seats"),
             step(10.0, 8.0, 4_000_000_000, 5_000_000_000, ""),
         ];
-        let shares = TimeShares::of(&steps, 0.040, &ceilings);
+        let shares = TimeShares::of(&steps, 0.040, Some(&ceilings));
         let expected = [0.1, 0.05, 0.0, 0.125, 0.125, 0.1, 0.5];
         let found = [
             shares.weights,

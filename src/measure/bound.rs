@@ -63,10 +63,12 @@ pub struct FloorShares {
 }
 
 impl FloorShares {
-    pub fn of(cost: &StepCost, ceilings: &Ceilings) -> Self {
-        let stream_s = |bytes: u64| per(bytes as f64, ceilings.read_bytes_per_s);
+    /// All 0 without ceilings.
+    pub fn of(cost: &StepCost, ceilings: Option<&Ceilings>) -> Self {
+        let Some(ceilings) = ceilings else { return Self::default() };
+        let stream_s = |bytes: u64| bytes as f64 / ceilings.read_bytes_per_s;
         let weights_s = stream_s(cost.bytes.weights);
-        let compute_s = per(cost.flops as f64, ceilings.flops_per_s);
+        let compute_s = cost.flops as f64 / ceilings.flops_per_s;
         let overlapped = if compute_s > weights_s { (0.0, compute_s) } else { (weights_s, 0.0) };
         Self {
             weights_s: overlapped.0,
@@ -98,10 +100,6 @@ impl FloorShares {
         let dearest = classes.into_iter().max_by(|a, b| a.0.total_cmp(&b.0))?;
         (dearest.0 > 0.0).then_some(dearest.1)
     }
-}
-
-fn per(amount: f64, ceiling: f64) -> f64 {
-    if ceiling > 0.0 { amount / ceiling } else { 0.0 }
 }
 
 /// Share of the time of some steps for which something kept the head of the queue waiting, and what did so for longest.
@@ -151,7 +149,11 @@ fn kept_up(record: &ArmRecord) -> bool {
 
 /// `offered_rate` as in [`Schedule::offered_rate`](crate::workload::schedule::Schedule). `None` for a record without
 /// steps, or whose steps carry no cost and were not held back.
-pub fn bound_by(record: &ArmRecord, ceilings: &Ceilings, offered_rate: Option<Rate>) -> Option<BoundBy> {
+pub fn bound_by(
+    record: &ArmRecord,
+    ceilings: Option<&Ceilings>,
+    offered_rate: Option<Rate>,
+) -> Option<BoundBy> {
     let wall_s: f64 = record.steps.iter().map(|step| step.wall_s).sum();
     if wall_s <= 0.0 {
         return None;
@@ -208,7 +210,7 @@ mod tests {
     }
 
     fn bound(record: &ArmRecord) -> &'static str {
-        bound_by(record, &CEILINGS, Some(Rate::FLOOD)).map_or("", BoundBy::as_str)
+        bound_by(record, Some(&CEILINGS), Some(Rate::FLOOD)).map_or("", BoundBy::as_str)
     }
 
     /// The same steps under ten requests, 10 ms apart, each answered after `e2el_s`.
@@ -216,7 +218,7 @@ mod tests {
         record.requests = (0..10)
             .map(|index| answered(f64::from(index) * 0.01, 0.0, &[f64::from(index) * 0.01 + e2el_s]))
             .collect();
-        bound_by(&record, &CEILINGS, Rate::new(100.0).ok()).map_or("", BoundBy::as_str)
+        bound_by(&record, Some(&CEILINGS), Rate::new(100.0).ok()).map_or("", BoundBy::as_str)
     }
 
     #[test]
@@ -251,11 +253,11 @@ mod tests {
         let mut pauses = record(8, 1, 0, 2, None);
         pauses.duration_s = 0.2;
         assert_eq!(bound(&pauses), "arrivals");
-        assert_eq!(bound_by(&pauses, &CEILINGS, None), Some(BoundBy::Arrivals));
+        assert_eq!(bound_by(&pauses, Some(&CEILINGS), None), Some(BoundBy::Arrivals));
         // A closed loop that never pauses waits for its own answers.
         pauses.duration_s = 0.1;
         pauses.requests[0].intended_s = 0.02;
-        assert_eq!(bound_by(&pauses, &CEILINGS, None), Some(BoundBy::Weights));
+        assert_eq!(bound_by(&pauses, Some(&CEILINGS), None), Some(BoundBy::Weights));
     }
 
     #[test]

@@ -25,8 +25,9 @@ pub fn exclusive_s(kernels: &[KernelRecord]) -> impl Iterator<Item = f64> + '_ {
 }
 
 /// Least time a launch could take, seconds; 0 without ceilings.
-pub fn floor_s(kernel: &KernelRecord, ceilings: &Ceilings) -> f64 {
-    Phase { bytes: kernel.bytes, flops: kernel.flops }.floor_s(ceilings)
+pub fn floor_s(kernel: &KernelRecord, ceilings: Option<&Ceilings>) -> f64 {
+    let phase = Phase { bytes: kernel.bytes, flops: kernel.flops };
+    ceilings.map_or(0.0, |ceilings| phase.floor_s(ceilings))
 }
 
 #[derive(Default)]
@@ -39,7 +40,12 @@ struct Sums {
 }
 
 /// A row a kernel and kind of step, the largest first within a kind. Empty for a record without kernels.
-pub fn kernel_rows(record: &ArmRecord, arm: &str, repeat: u32, ceilings: &Ceilings) -> Vec<KernelRow> {
+pub fn kernel_rows(
+    record: &ArmRecord,
+    arm: &str,
+    repeat: u32,
+    ceilings: Option<&Ceilings>,
+) -> Vec<KernelRow> {
     // By kind: steps, their time, and the kernels' sums.
     let mut kinds: BTreeMap<&str, (usize, f64, BTreeMap<&str, Sums>)> = BTreeMap::new();
     for report in record.steps.iter().map(|step| &step.report).filter(|report| !report.kernels.is_empty()) {
@@ -128,7 +134,7 @@ mod tests {
 
     #[test]
     fn times_of_kernels_that_overlap_add_up_to_the_step() {
-        let rows = kernel_rows(&record(), "a", 3, &CEILINGS);
+        let rows = kernel_rows(&record(), "a", 3, Some(&CEILINGS));
         let decode: Vec<&KernelRow> = rows.iter().filter(|row| row.kind == "decode").collect();
         let names: Vec<&str> = decode.iter().map(|row| row.kernel.as_str()).collect();
         assert_eq!(names, ["mlp", BETWEEN, "head"]);
@@ -142,7 +148,7 @@ mod tests {
 
     #[test]
     fn the_kind_of_step_that_took_the_most_time_is_the_one_to_explain() {
-        let rows = kernel_rows(&record(), "a", 0, &CEILINGS);
+        let rows = kernel_rows(&record(), "a", 0, Some(&CEILINGS));
         let dominant = dominant(&rows, "a");
         assert_eq!((dominant.len(), dominant[0].kind.as_str()), (3, "decode"));
         assert!(super::dominant(&rows, "b").is_empty());
@@ -150,7 +156,7 @@ mod tests {
 
     #[test]
     fn without_ceilings_there_is_no_floor() {
-        let rows = kernel_rows(&record(), "a", 0, &crate::measure::roofs::NO_CEILINGS);
+        let rows = kernel_rows(&record(), "a", 0, None);
         assert!(rows.iter().all(|row| row.of_floor.is_none() && row.floor_ms == 0.0));
     }
 }

@@ -243,8 +243,8 @@ impl Recorder {
 }
 
 impl ArmRecord {
-    /// Sets the floor of every step to that on these ceilings.
-    pub fn judge_by(&mut self, ceilings: &Ceilings) {
+    /// Sets the floor of every step to that on these ceilings; 0 without any.
+    pub fn judge_by(&mut self, ceilings: Option<&Ceilings>) {
         self.steps.iter_mut().for_each(|step| step.report.cost.judge_by(ceilings));
     }
 

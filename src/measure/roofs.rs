@@ -26,15 +26,6 @@ const BEYOND: f64 = 0.05;
 /// Start of the warnings that [`warnings`] gives.
 pub const WARNING: &str = "ceilings: ";
 
-/// Ceilings of a device that is not judged.
-pub const NO_CEILINGS: Ceilings = Ceilings {
-    read_bytes_per_s: f64::INFINITY,
-    copy_bytes_per_s: f64::INFINITY,
-    flops_per_s: f64::INFINITY,
-    launch_s: 0.0,
-    measured: false,
-};
-
 /// What was measured around one repeat of an arm.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ArmCeilings {

@@ -37,7 +37,7 @@ const MOST_PROMPTS: usize = 1 << 16;
 #[derive(Debug, Clone, PartialEq)]
 pub struct SearchOptions {
     pub slo: Slo,
-    /// Where bracketing starts, and how far it may go.
+    /// Where bracketing starts, and how far it may go, requests a second.
     pub start: f64,
     pub lowest: f64,
     pub highest: f64,

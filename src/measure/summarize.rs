@@ -14,7 +14,8 @@ use crate::workload::slo::Slo;
 pub struct Conditions<'a> {
     /// Nominal arrivals a second: [`crate::workload::schedule::Schedule::offered_rate`].
     pub offered_rate: Option<Rate>,
-    pub ceilings: &'a Ceilings,
+    /// Where there are none, no share of them is given.
+    pub ceilings: Option<&'a Ceilings>,
     pub slo: &'a Slo,
 }
 
@@ -154,7 +155,7 @@ fn latencies(summary: &mut Summary, record: &ArmRecord) {
     );
 }
 
-fn steps(summary: &mut Summary, record: &ArmRecord, ceilings: &Ceilings) {
+fn steps(summary: &mut Summary, record: &ArmRecord, ceilings: Option<&Ceilings>) {
     let steps = &record.steps;
     let reports = || steps.iter().map(|step| &step.report);
     summary.running_max = reports().map(|report| report.running).max().unwrap_or(0);
@@ -186,18 +187,15 @@ fn steps(summary: &mut Summary, record: &ArmRecord, ceilings: &Ceilings) {
     let tokens: usize = steps.iter().map(|step| step.tokens).sum();
     if bytes > 0 {
         summary.bytes_per_token = (tokens > 0).then(|| bytes as f64 / tokens as f64);
-        summary.bandwidth_fraction = share(bytes as f64 / wall_s, ceilings.read_bytes_per_s);
+        summary.bandwidth_fraction =
+            ceilings.map(|ceilings| bytes as f64 / wall_s / ceilings.read_bytes_per_s);
     }
     // (A device counts the bytes of all its steps or of none.)
     let moved: Option<u64> = reports().map(|report| report.moved_bytes).sum();
     summary.traffic_ratio = moved.filter(|_| bytes > 0).map(|moved| moved as f64 / bytes as f64);
     if flops > 0 {
-        summary.flops_fraction = share(flops as f64 / wall_s, ceilings.flops_per_s);
+        summary.flops_fraction = ceilings.map(|ceilings| flops as f64 / wall_s / ceilings.flops_per_s);
     }
-}
-
-fn share(rate: f64, ceiling: f64) -> Option<f64> {
-    (ceiling > 0.0 && ceiling.is_finite()).then(|| rate / ceiling)
 }
 
 #[cfg(test)]
@@ -218,7 +216,7 @@ mod tests {
     fn summary(record: &ArmRecord, slo: &str) -> Summary {
         let slo: Slo = slo.parse().unwrap();
         let offered_rate = Some(Rate::FLOOD);
-        let conditions = Conditions { offered_rate, ceilings: &CEILINGS, slo: &slo };
+        let conditions = Conditions { offered_rate, ceilings: Some(&CEILINGS), slo: &slo };
         summarize(record, &ArmLabel::default(), &conditions)
     }
 

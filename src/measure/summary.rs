@@ -93,6 +93,7 @@ pub struct Summary {
     pub bound_by: String,
     /// (wall - device busy) / wall over all steps.
     pub host_fraction: Option<f64>,
+    /// The steady window: where it starts and how long it is, and completed requests and generated tokens a second in it.
     pub steady_start_s: Option<f64>,
     pub steady_s: Option<f64>,
     pub steady_request_throughput: Option<f64>,

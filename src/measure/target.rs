@@ -12,12 +12,19 @@ pub trait Target {
     /// Seconds on the target's clock.
     fn now(&self) -> f64;
 
+    /// Hands a request in; it runs as [`Self::next_event`] is called.
+    ///
+    /// # Errors
+    /// A request that the target cannot serve.
     fn submit(&mut self, request: Request) -> Result<RequestId>;
 
     fn cancel(&mut self, id: RequestId);
 
     /// The next thing that happens: a step, or nothing before `deadline_s`. With nothing to do and no deadline it
     /// returns at once.
+    ///
+    /// # Errors
+    /// A step that failed; an interruption.
     fn next_event(&mut self, deadline_s: Option<f64>) -> Result<TargetEvent>;
 }
 

@@ -35,7 +35,7 @@ pub struct ChromeTrace {
 
 impl ChromeTrace {
     /// Adds one arm's traced pass.
-    pub fn add(&mut self, arm: &str, record: &ArmRecord, ceilings: &Ceilings) {
+    pub fn add(&mut self, arm: &str, record: &ArmRecord, ceilings: Option<&Ceilings>) {
         self.arms += 1;
         let process = self.arms;
         self.name(process, None, arm);
@@ -113,7 +113,13 @@ impl ChromeTrace {
     }
 
     /// Rates are over a kernel's whole span; `alone_us` is the part of it after everything in front of it had ended.
-    fn kernels(&mut self, process: u64, step: &StepRecord, ceilings: &Ceilings, tracks: &mut Vec<f64>) {
+    fn kernels(
+        &mut self,
+        process: u64,
+        step: &StepRecord,
+        ceilings: Option<&Ceilings>,
+        tracks: &mut Vec<f64>,
+    ) {
         let kernels = &step.report.kernels;
         for (kernel, alone_s) in kernels.iter().zip(exclusive_s(kernels)) {
             let seconds = kernel.end_s - kernel.start_s;
@@ -164,6 +170,10 @@ impl ChromeTrace {
         }
     }
 
+    /// The trace as gzipped JSON.
+    ///
+    /// # Errors
+    /// A fault of the program alone.
     pub fn gzip(&self) -> Result<Vec<u8>> {
         let failed = |error: std::io::Error| Error::bug(format!("cannot pack the trace: {error}"));
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
@@ -191,9 +201,8 @@ mod tests {
 
     #[test]
     fn a_packed_trace_is_json_with_named_tracks() {
-        let ceilings = crate::measure::roofs::NO_CEILINGS;
         let mut trace = ChromeTrace::default();
-        trace.add("a=1", &ArmRecord::default(), &ceilings);
+        trace.add("a=1", &ArmRecord::default(), None);
         let json = unpack(&trace);
         let names: Vec<_> =
             json["traceEvents"].as_array().unwrap().iter().map(|event| &event["args"]["name"]).collect();
@@ -211,9 +220,15 @@ mod tests {
         };
         let mut decode = step(StepKind::Decode, 0.0, 0.010);
         decode.report.kernels = vec![kernel(0.0, 0.004), kernel(0.002, 0.006), kernel(0.004, 0.008)];
-        let ceilings = Ceilings { read_bytes_per_s: 1e9, ..crate::measure::roofs::NO_CEILINGS };
+        let ceilings = Ceilings {
+            read_bytes_per_s: 1e9,
+            copy_bytes_per_s: 1e9,
+            flops_per_s: 1e12,
+            launch_s: 0.0,
+            measured: true,
+        };
         let mut trace = ChromeTrace::default();
-        trace.add("a", &record_of(Vec::new(), vec![decode]), &ceilings);
+        trace.add("a", &record_of(Vec::new(), vec![decode]), Some(&ceilings));
         let json = unpack(&trace);
         let spans: Vec<&Value> =
             json["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "k").collect();

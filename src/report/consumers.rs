@@ -14,6 +14,9 @@ const HEADER: [&str; 10] =
 const RIGHT: [usize; 7] = [3, 4, 5, 6, 7, 8, 9];
 
 /// `None` for a run that was not traced.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<Option<String>> {
     let mut rows = Vec::new();
     for arm in results.arms() {

@@ -10,6 +10,9 @@ use crate::results::claims::{self, Outcome, Verdict};
 use crate::results::record::RunRecord;
 
 /// Table, explanation and claims, for a terminal or as Markdown.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn text(results: &RunResults, format: Format) -> Result<String> {
     let mut text = overview::render(results, format)?;
     text += &format!("\n{}", why::render(results, format)?);
@@ -41,6 +44,9 @@ fn claims_text(record: &RunRecord, all: bool) -> String {
 }
 
 /// Names and contents of the files a report consists of.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn report_files(results: &RunResults) -> Result<Vec<(&'static str, String)>> {
     Ok(vec![("report.md", markdown::report(results)?), ("report.html", html::report(results)?)])
 }

@@ -12,6 +12,10 @@ table{border-collapse:collapse;margin:1rem 0}th,td{padding:.25rem .6rem;border-b
 th:first-child,td:first-child,th:last-child,td:last-child{text-align:left}pre{overflow-x:auto;background:#f6f6f6;\
 padding:.8rem}figure{margin:1.5rem 0}figcaption{color:#555}svg{max-width:100%;height:auto}.sim{color:#a33;font-weight:600}";
 
+/// The whole report as one page that needs no other file.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn report(results: &RunResults) -> Result<String> {
     let record = &results.record;
     let title = escape(&overview::title(results));

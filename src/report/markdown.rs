@@ -5,6 +5,10 @@ use super::{export, overview};
 use crate::Result;
 use crate::results::RunResults;
 
+/// The whole report.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn report(results: &RunResults) -> Result<String> {
     let record = &results.record;
     let body = export::text(results, Format::Md)?;

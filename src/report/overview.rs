@@ -91,6 +91,9 @@ pub fn bound_by(results: &RunResults, arm: &str) -> String {
 }
 
 /// Title, table and legend.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let header = header(results);
     let numbers: Vec<usize> = (1..header.len() - 1).collect();
@@ -124,7 +127,7 @@ fn legend(results: &RunResults) -> String {
         "{}times in ms{over}; `running`: mean sequences in a step; `of roof`: share of the nearer {} roof, \
          bandwidth or arithmetic{}{}",
         loads(results),
-        if record.ceilings.measured { "measured" } else { "nominal" },
+        if record.ceilings.is_some_and(|ceilings| ceilings.measured) { "measured" } else { "nominal" },
         if record.arm_ceilings.is_empty() { "" } else { ", as measured right before and after the arm" },
         sheet(record),
     )
@@ -159,11 +162,11 @@ fn loads(results: &RunResults) -> String {
 /// Of a real GPU that is known: its measured roofs with the data sheet's beside them.
 fn sheet(record: &RunRecord) -> String {
     let gpu = hardware::by_product_name(&record.device.name).filter(|_| !record.device.simulated);
-    gpu.map_or(String::new(), |gpu| {
+    gpu.zip(record.ceilings).map_or(String::new(), |(gpu, ceilings)| {
         format!(
             ": {:.2} TB/s and {:.0} TFLOP/s here, {:.2} and {:.0} on the data sheet",
-            record.ceilings.read_bytes_per_s / 1e12,
-            record.ceilings.flops_per_s / 1e12,
+            ceilings.read_bytes_per_s / 1e12,
+            ceilings.flops_per_s / 1e12,
             gpu.sheet_bytes_per_s / 1e12,
             gpu.sheet_flops_per_s / 1e12,
         )

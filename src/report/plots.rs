@@ -21,6 +21,9 @@ fn failed(error: impl std::fmt::Display) -> Error {
 }
 
 /// Every plot the results support.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn all(results: &RunResults) -> Result<Vec<Plot>> {
     let mut plots = Vec::new();
     let arms = results.arms();

@@ -44,6 +44,10 @@ impl Row {
     }
 }
 
+/// The answer with the rates that were tried.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(format: Format, found: &Saturation) -> Result<String> {
     let rows: Vec<Row> = found.tried.iter().map(Row::of).collect();
     match format {

@@ -11,6 +11,10 @@ use crate::results::RunResults;
 /// The population that says what a stream's reader lives through while prompts are injected.
 const VICTIMS: &str = "victim_window_itl";
 
+/// How requests were served beside each other, and the cold start: text with tables.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let mut text = String::new();
     let probed = results.populations.iter().any(|row| row.population == VICTIMS);

@@ -35,7 +35,7 @@ pub struct StepParts {
 /// `None` where too few batch sizes were met. `ceilings` gives what a step was judged by.
 pub fn parts<'a>(
     steps: impl Iterator<Item = &'a StepRow>,
-    ceilings: &dyn Fn(&StepRow) -> Ceilings,
+    ceilings: &dyn Fn(&StepRow) -> Option<Ceilings>,
 ) -> Option<StepParts> {
     let steps: Vec<&StepRow> = steps.collect();
     let total = step_fit::fit(&step_fit::decode_points(steps.iter().copied(), |step| step.duration_ms))?;
@@ -44,8 +44,7 @@ pub fn parts<'a>(
         fit.map_or(Term::default(), |fit| Term { shared_ms: fit.shared_ms, private_ms: fit.private_ms })
     };
     let ms = |step: &StepRow, moved: u64| {
-        let read_bytes_per_s = ceilings(step).read_bytes_per_s;
-        if read_bytes_per_s > 0.0 { moved as f64 / read_bytes_per_s * 1e3 } else { 0.0 }
+        ceilings(step).map_or(0.0, |ceilings| moved as f64 / ceilings.read_bytes_per_s * 1e3)
     };
     let weights = line(&|step| ms(step, step.weights_bytes));
     let state = line(&|step| ms(step, step.state_bytes));
@@ -97,6 +96,9 @@ impl StepBytes {
 }
 
 /// Both tables; empty for a run of one model, whose fit says it all, and where nothing decoded.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let models = results.models();
     if models.len() < 2 {
@@ -233,7 +235,7 @@ mod tests {
     #[test]
     fn below_the_bend_each_part_is_what_it_was_made_of() {
         let steps: Vec<StepRow> = [1, 8, 16, 48].into_iter().flat_map(|n| vec![step(n); 3]).collect();
-        let parts = parts(steps.iter(), &|_| CEILINGS).unwrap();
+        let parts = parts(steps.iter(), &|_| Some(CEILINGS)).unwrap();
         assert!(close(parts.weights.shared_ms, 10.0) && close(parts.weights.private_ms, 0.0), "{parts:?}");
         assert!(close(parts.state.private_ms, 0.1) && close(parts.kv.private_ms, 0.02), "{parts:?}");
         assert!(close(parts.compute.shared_ms, 0.0) && close(parts.compute.private_ms, 0.0), "{parts:?}");
@@ -243,7 +245,7 @@ mod tests {
     #[test]
     fn beyond_it_products_are_private_and_the_parts_add_up() {
         let steps: Vec<StepRow> = [1, 16, 64, 128].into_iter().flat_map(|n| vec![step(n); 3]).collect();
-        let parts = parts(steps.iter(), &|_| CEILINGS).unwrap();
+        let parts = parts(steps.iter(), &|_| Some(CEILINGS)).unwrap();
         assert!(parts.compute.private_ms > 0.05 && parts.compute.shared_ms < 0.0, "{parts:?}");
         let all = [parts.weights, parts.state, parts.kv, parts.compute, parts.rest];
         assert!(close(all.iter().map(|term| term.shared_ms).sum(), parts.total.shared_ms));

@@ -6,6 +6,9 @@ use super::format::Format;
 use crate::{Error, Result};
 
 /// Draws rows under a header; `right` lists the columns to align to the right. JSON is not made from tables.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(format: Format, header: &[&str], rows: &[Vec<String>], right: &[usize]) -> Result<String> {
     match format {
         Format::Csv => {

@@ -20,7 +20,7 @@ const WORTH_SAYING: f64 = 0.05;
 /// part of any run.)
 const OVERLOADED_BELOW: f64 = 0.9;
 
-/// What an arm moved and computed for each generated token, and how near it came to its floor.
+/// What an arm moved (bytes by class) and computed (FLOPs) for each generated token, and how near it came to its floor.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ArmCost {
     pub weights: f64,
@@ -55,6 +55,9 @@ pub fn arm_cost(results: &RunResults, arm: &str) -> ArmCost {
 }
 
 /// The whole explanation as text with tables.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn render(results: &RunResults, format: Format) -> Result<String> {
     let mut text = String::new();
     for model in results.models() {
@@ -114,7 +117,6 @@ fn cost_row(results: &RunResults, arm: &str) -> Vec<String> {
 }
 
 fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
-    let ceilings = results.typical_ceilings(model);
     let mut text = format!(
         "A decode step of {model} takes {} ms that all sequences share, plus {} ms for each of them (least squares over \
          {} batch sizes from {} to {}, R2 {:.3}).\n",
@@ -126,7 +128,7 @@ fn fit_text(results: &RunResults, model: &str, fit: &StepFit) -> String {
         fit.r_squared,
     );
     let record = results.record.models.iter().find(|record| record.reference == model);
-    if let Some(record) = record.filter(|_| results.has_roofs()) {
+    if let Some((record, ceilings)) = record.zip(results.typical_ceilings(model)) {
         let stream_ms = record.streamed_bytes as f64 / ceilings.read_bytes_per_s * 1e3;
         text += &format!(
             "Shared is the stream of the weights: {} at {}/s would take {} ms. Private is each sequence's state, KV and \

@@ -14,6 +14,10 @@ pub struct Rows {
     pub rows: String,
 }
 
+/// Rows with the header of their type.
+///
+/// # Errors
+/// A fault of the program alone.
 pub fn rows<T: Serialize>(items: impl IntoIterator<Item = T>) -> Result<Rows> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     for item in items {

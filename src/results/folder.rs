@@ -1,31 +1,40 @@
 //! A run's results folder, written as the run goes.
 //!
 //! Invariant: the rows of a cell (one arm of one repeat) count only once a line of `cells.jsonl` names the cell and
-//! the length of every file with its rows in. A run that is killed in the middle of a write leaves a longer file;
-//! resuming cuts it back to the last named length, so rows are never there twice or in half. Nothing that was
-//! finished is ever overwritten: a new run makes a new folder, and run.json is replaced by renaming over it.
+//! the length and the digest of every file with its rows in. A run that is killed in the middle of a write leaves a longer
+//! file; resuming cuts it back to the last named length, so rows are never there twice or in half. Nothing that was
+//! finished is ever overwritten: a new run makes a new folder, run.json is replaced by renaming over it, and a folder whose
+//! finished rows are not as they were written is not resumed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
 use super::csv::Rows;
-use super::journal::{FinishedCell, JOURNAL, Journal};
-use crate::{Error, Result};
+use super::journal::{FinishedCell, JOURNAL, Journal, digest};
+use crate::{Error, Result, paths};
 
 pub const RUN_FILE: &str = "run.json";
 /// Written whole after each traced pass, like the trace itself.
 pub const KERNELS_FILE: &str = "kernels.csv";
+/// Files that grow by the rows of each cell; summary.csv, with one row a cell, is the last to be written.
+pub const ROW_FILES: [&str; 7] =
+    ["cold.csv", "populations.csv", "checks.csv", "requests.csv", "tokens.csv", "steps.csv", SUMMARY_FILE];
+pub const SUMMARY_FILE: &str = "summary.csv";
+/// The way to the working folder of the run, which paths in run.json are relative to. It may name folders of the machine,
+/// so it is not for publishing.
+const WORKING_FOLDER_FILE: &str = "working-folder.txt";
 
 #[derive(Debug)]
 pub struct ResultsFolder {
     path: PathBuf,
     finished: Vec<FinishedCell>,
-    /// Length of each file with only finished rows in it.
+    /// Length of each file with only finished rows in it, bytes, and the hash of what it has.
     lengths: BTreeMap<String, u64>,
+    hashes: BTreeMap<String, Sha256>,
     /// Locked while the folder is written to; the system lets go when the process ends, however it does.
     _lock: File,
 }
@@ -76,9 +85,15 @@ impl ResultsFolder {
             match std::fs::create_dir(&path) {
                 Ok(()) => {
                     let _lock = lock(&path)?;
-                    return Ok(Self { path, finished: Vec::new(), lengths: BTreeMap::new(), _lock });
+                    return Ok(Self {
+                        path,
+                        finished: Vec::new(),
+                        lengths: BTreeMap::new(),
+                        hashes: BTreeMap::new(),
+                        _lock,
+                    });
                 }
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(unwritable(&path, &error)),
             }
         }
@@ -88,64 +103,85 @@ impl ResultsFolder {
         ))
     }
 
-    /// Opens a folder to continue in, and cuts off what a kill left half written.
+    /// Opens a folder to continue in, and cuts off what a kill left half written. Nothing is changed where any of it is
+    /// refused.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when another process writes to it, when rows that the journal names are missing, and for a
-    /// journal that cannot be read (see [`Journal::read`]).
+    /// [`Error::Invalid`] when another process writes to it, when rows that the journal names are missing or changed, when
+    /// there are more rows than a kill leaves, and for a journal that cannot be read (see [`Journal::read`]).
     pub fn reopen(path: &Path) -> Result<Self> {
         let _lock = lock(path)?;
-        let Journal { cells, lengths, valid_bytes, old } = Journal::read(path)?;
-        let folder = Self { path: path.to_path_buf(), finished: cells, lengths, _lock };
+        let journal = Journal::read(path)?;
+        // (Files of other versions are kept as those of this one.)
+        let names: BTreeSet<&str> = journal.lengths.keys().map(String::as_str).chain(ROW_FILES).collect();
+        let mut hashes = BTreeMap::new();
+        for name in names.into_iter().filter(|name| *name != KERNELS_FILE) {
+            let file = path.join(name);
+            let bytes = match std::fs::read(&file) {
+                Ok(bytes) => bytes,
+                // (A file that is gone lost all of its rows.)
+                Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+                Err(error) => return Err(Error::read(&file, &error)),
+            };
+            let (_, hash) = journal.finished(&file, name, &bytes)?;
+            if !bytes.is_empty() {
+                hashes.insert(name.to_string(), hash);
+            }
+        }
+        let Journal { cells, lengths, valid_bytes, old, .. } = journal;
+        let folder = Self { path: path.to_path_buf(), finished: cells, lengths, hashes, _lock };
         if old {
             // While its run.json still has the plan that the lines are of.
             folder.rewrite_journal()?;
         } else {
             folder.cut(JOURNAL, valid_bytes)?;
         }
-        // (A file that is gone lost all of its rows.)
-        folder.lengths.iter().try_for_each(|(name, &length)| folder.cut(name, length))?;
-        let entries = std::fs::read_dir(path).map_err(|error| Error::read(path, &error))?;
-        for entry in entries.flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if name.ends_with(".csv") && name != KERNELS_FILE {
-                folder.cut(&name, folder.lengths.get(&name).copied().unwrap_or(0))?;
-            }
-        }
+        folder
+            .hashes
+            .keys()
+            .try_for_each(|name| folder.cut(name, folder.lengths.get(name).copied().unwrap_or(0)))?;
         Ok(folder)
     }
 
     fn rewrite_journal(&self) -> Result<()> {
         let none = BTreeMap::new();
+        let digests = self.hashes.iter().map(|(name, hash)| (name.clone(), digest(hash))).collect();
         let last = self.finished.len().saturating_sub(1);
         let lines = self.finished.iter().enumerate().map(|(index, cell)| {
-            // (Only the last lengths count.)
-            Journal::line(cell, if index == last { &self.lengths } else { &none })
+            // (Only the last of them count.)
+            if index == last {
+                Journal::line(cell, &self.lengths, &digests)
+            } else {
+                Journal::line(cell, &none, &BTreeMap::new())
+            }
         });
         self.replace(JOURNAL, lines.collect::<Result<String>>()?.as_bytes())
     }
 
-    /// Shortens a file to `length`. A file shorter than that lost finished rows.
+    /// Shortens a file to `length` bytes, if it is there.
     fn cut(&self, name: &str, length: u64) -> Result<()> {
         let path = self.file(name);
-        let found = match std::fs::metadata(&path) {
-            Ok(metadata) => metadata.len(),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound && length == 0 => return Ok(()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
+        match std::fs::metadata(&path) {
+            Ok(metadata) if metadata.len() > length => {}
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(Error::read(&path, &error)),
-        };
-        if found < length {
-            return Err(Error::invalid(
-                format!("{} has {found} bytes, but the journal names {length}", path.display()),
-                "rows are missing: start the run again instead of resuming it",
-            ));
         }
-        if found > length {
-            let file =
-                OpenOptions::new().write(true).open(&path).map_err(|error| unwritable(&path, &error))?;
-            file.set_len(length).map_err(|error| unwritable(&path, &error))?;
+        let file = OpenOptions::new().write(true).open(&path).map_err(|error| unwritable(&path, &error))?;
+        file.set_len(length).map_err(|error| unwritable(&path, &error))
+    }
+
+    /// Notes the folder that paths of the run are relative to, empty for the working folder.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it cannot be written.
+    pub fn note_working_folder(&self, folder: &Path) -> Result<()> {
+        let here = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        // (A name that is no Unicode cannot be noted: its paths are looked for in the working folder.)
+        match paths::way_up(&self.path, here).as_deref().and_then(Path::to_str) {
+            Some(way) => self.replace(WORKING_FOLDER_FILE, format!("{way}\n").as_bytes()),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     pub fn path(&self) -> &Path {
@@ -170,16 +206,20 @@ impl ResultsFolder {
     /// # Errors
     /// [`Error::Invalid`] when a file cannot be written; the cell then does not count as finished.
     pub fn append(&mut self, cell: FinishedCell, files: &[(&str, Rows)]) -> Result<()> {
-        let mut lengths = BTreeMap::new();
+        let (mut lengths, mut hashes) = (BTreeMap::new(), BTreeMap::new());
         for (name, Rows { header, rows }) in files {
             let path = self.file(name);
             let before = self.lengths.get(*name).copied().unwrap_or(0);
             let text = if before == 0 { format!("{header}{rows}") } else { rows.clone() };
             append_text(&path, &text)?;
             lengths.insert((*name).to_string(), before + text.len() as u64);
+            let hash = if before == 0 { None } else { self.hashes.get(*name).cloned() };
+            hashes.insert((*name).to_string(), hash.unwrap_or_default().chain_update(&text));
         }
-        append_text(&self.file(JOURNAL), &Journal::line(&cell, &lengths)?)?;
+        let digests = hashes.iter().map(|(name, hash)| (name.clone(), digest(hash))).collect();
+        append_text(&self.file(JOURNAL), &Journal::line(&cell, &lengths, &digests)?)?;
         self.lengths.extend(lengths);
+        self.hashes.extend(hashes);
         self.finished.push(cell);
         Ok(())
     }
@@ -208,6 +248,13 @@ impl ResultsFolder {
             unwritable(&path, &error)
         })
     }
+}
+
+/// The working folder of the run in a results folder; empty where that is the working folder, or is not known.
+pub fn working_folder(folder: &Path) -> PathBuf {
+    let Ok(way) = std::fs::read_to_string(folder.join(WORKING_FOLDER_FILE)) else { return PathBuf::new() };
+    let there = folder.join(way.trim_end_matches(['\r', '\n']));
+    if paths::same(&there, Path::new(".")) { PathBuf::new() } else { there }
 }
 
 fn append_text(path: &Path, text: &str) -> Result<()> {
@@ -271,6 +318,88 @@ mod tests {
             assert!(error.exit_code() == 2 && error.to_string().contains("the journal names"), "{error}");
             let _ = std::fs::remove_file(path.join("summary.csv"));
         }
+    }
+
+    /// A folder with two finished cells, and the text of its summary.csv.
+    fn two_cells(root: &Path) -> (PathBuf, String) {
+        let mut folder = ResultsFolder::create(root, "e", "cpu", "plan").unwrap();
+        folder.append(cell(0), &files("1,2.0\n")).unwrap();
+        folder.append(cell(1), &files("3,4.0\n")).unwrap();
+        (folder.path().to_path_buf(), std::fs::read_to_string(folder.file("summary.csv")).unwrap())
+    }
+
+    #[test]
+    fn a_file_that_another_program_saved_is_refused_and_kept() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, text) = two_cells(root.path());
+        let file = path.join("summary.csv");
+        let saved = [
+            (text.replace('\n', "\r\n"), "CR LF"),
+            (text.replace("a,b", "\"a\",\"b\""), "quoted"),
+            (format!("\u{feff}{text}"), "byte order mark"),
+            (text.replace("2.0", "2.1"), "not as the run wrote them"),
+            // Shorter rows, then the rows of a cell that was never finished.
+            (text.replace(".0", "") + "5,6\n", "not as the run wrote them"),
+        ];
+        for (saved, found) in saved {
+            // (The torn end would be cut off if anything were.)
+            let saved = saved + "7,";
+            std::fs::write(&file, &saved).unwrap();
+            let error = ResultsFolder::reopen(&path).unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains(found), "{error}");
+            assert!(error.hint().contains("put the file back"), "{}", error.hint());
+            assert_eq!(std::fs::read_to_string(&file).unwrap(), saved);
+        }
+        std::fs::write(&file, text.clone() + "7,").unwrap();
+        assert_eq!(ResultsFolder::reopen(&path).unwrap().finished().len(), 2);
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
+    }
+
+    #[test]
+    fn lines_without_digests_are_judged_by_the_ends_of_lines() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, text) = two_cells(root.path());
+        let journal = std::fs::read_to_string(path.join(JOURNAL)).unwrap();
+        let lines = journal.lines().map(|line| {
+            let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
+            line.as_object_mut().unwrap().remove("digests").unwrap();
+            format!("{line}\n")
+        });
+        std::fs::write(path.join(JOURNAL), lines.collect::<String>()).unwrap();
+        std::fs::write(path.join("summary.csv"), text.replace('\n', "\r\n")).unwrap();
+        let error = ResultsFolder::reopen(&path).unwrap_err().to_string();
+        assert!(error.contains("CR LF"), "{error}");
+        std::fs::write(path.join("summary.csv"), &text).unwrap();
+        let mut folder = ResultsFolder::reopen(&path).unwrap();
+        folder.append(cell(2), &files("5,6\n")).unwrap();
+        drop(folder);
+        assert_eq!(ResultsFolder::reopen(&path).unwrap().finished().len(), 3);
+    }
+
+    #[test]
+    fn rows_without_a_journal_are_refused_and_kept() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, text) = two_cells(root.path());
+        let journal = std::fs::read_to_string(path.join(JOURNAL)).unwrap();
+        let damaged = journal.replacen("lengths", "lngths", 1);
+        for (found, kept) in [("2 rows", None), ("2 rows", Some("")), ("line 1", Some(damaged.as_str()))] {
+            match kept {
+                None => std::fs::remove_file(path.join(JOURNAL)).unwrap(),
+                Some(kept) => std::fs::write(path.join(JOURNAL), kept).unwrap(),
+            }
+            let error = ResultsFolder::reopen(&path).unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains(found), "{error}");
+            assert_eq!(std::fs::read_to_string(path.join("summary.csv")).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn tables_of_others_are_left_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, _) = two_cells(root.path());
+        std::fs::write(path.join("mine.csv"), "x\n1\n").unwrap();
+        ResultsFolder::reopen(&path).unwrap();
+        assert_eq!(std::fs::read_to_string(path.join("mine.csv")).unwrap(), "x\n1\n");
     }
 
     #[test]

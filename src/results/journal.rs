@@ -8,7 +8,9 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
+use super::folder::SUMMARY_FILE;
 use super::record::RunRecord;
 use crate::experiment::plan::{Arm, Cell};
 use crate::{Error, Result};
@@ -35,6 +37,9 @@ struct Line {
     #[serde(flatten)]
     cell: FinishedCell,
     lengths: BTreeMap<String, u64>,
+    /// Lines of earlier versions have none.
+    #[serde(default)]
+    digests: BTreeMap<String, String>,
 }
 
 /// As versions up to 0.1.0 wrote it.
@@ -50,6 +55,8 @@ pub struct Journal {
     pub cells: Vec<FinishedCell>,
     /// Length of each file with only finished rows in it, bytes.
     pub lengths: BTreeMap<String, u64>,
+    /// [`digest`] of that part of each file, where the journal has it.
+    pub digests: BTreeMap<String, String>,
     /// Of its whole lines. What follows was cut short by a kill.
     pub valid_bytes: u64,
     /// Some lines name arms by their place.
@@ -71,36 +78,109 @@ impl Journal {
         };
         let mut journal = Self::default();
         let mut record: Option<RunRecord> = None;
-        for line in text.split_inclusive('\n').take_while(|line| line.ends_with('\n')) {
-            let (cell, lengths) = if let Ok(Line { cell, lengths }) = serde_json::from_str(line) {
-                (cell, lengths)
+        for (index, line) in text.split_inclusive('\n').take_while(|line| line.ends_with('\n')).enumerate() {
+            let Line { cell, lengths, digests } = if let Ok(line) = serde_json::from_str(line) {
+                line
             } else if let Ok(OldLine { cell, lengths }) = serde_json::from_str(line) {
                 let record = match &mut record {
                     Some(record) => record,
                     none => none.insert(RunRecord::read(folder)?),
                 };
                 journal.old = true;
-                (by_place(folder, record, cell)?, lengths)
+                Line { cell: by_place(folder, record, cell)?, lengths, digests: BTreeMap::new() }
             } else {
-                break;
+                return Err(Error::invalid(
+                    format!("{}: line {} is not that of a finished arm", path.display(), index + 1),
+                    CHANGED,
+                ));
             };
             journal.cells.push(cell);
+            // (A file that grew by a line without a digest has none.)
+            journal.digests.retain(|name, _| !lengths.contains_key(name));
             journal.lengths.extend(lengths);
+            journal.digests.extend(digests);
             journal.valid_bytes += line.len() as u64;
         }
         Ok(journal)
+    }
+
+    /// The part of a file that finished rows are in, and its hash. `bytes` are all that the file has, `name` is what the
+    /// journal calls it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where rows are missing, are not as the run wrote them, or are more than a kill leaves.
+    pub fn finished<'a>(&self, path: &Path, name: &str, bytes: &'a [u8]) -> Result<(&'a [u8], Sha256)> {
+        let length = self.lengths.get(name).copied().unwrap_or(0);
+        let part = usize::try_from(length).ok().and_then(|length| bytes.get(..length)).ok_or_else(|| {
+            let found =
+                format!("{} has {} bytes, but the journal names {length}", path.display(), bytes.len());
+            Error::invalid(format!("{found}{}", foreign(bytes)), CHANGED)
+        })?;
+        let hash = Sha256::new_with_prefix(part);
+        let as_written = match self.digests.get(name) {
+            Some(expected) => *expected == digest(&hash),
+            None => part.is_empty() || part.ends_with(b"\n") && foreign(part).is_empty(),
+        };
+        if !as_written {
+            let what = "the rows of finished arms are not as the run wrote them";
+            return Err(Error::invalid(format!("{}: {what}{}", path.display(), foreign(bytes)), CHANGED));
+        }
+        if name == SUMMARY_FILE {
+            require_one_unfinished(path, part, &bytes[part.len()..])?;
+        }
+        Ok((part, hash))
     }
 
     /// The line of a finished cell.
     ///
     /// # Errors
     /// A fault of the program alone.
-    pub fn line(cell: &FinishedCell, lengths: &BTreeMap<String, u64>) -> Result<String> {
-        let line = Line { cell: cell.clone(), lengths: lengths.clone() };
+    pub fn line(
+        cell: &FinishedCell,
+        lengths: &BTreeMap<String, u64>,
+        digests: &BTreeMap<String, String>,
+    ) -> Result<String> {
+        let line = Line { cell: cell.clone(), lengths: lengths.clone(), digests: digests.clone() };
         let json = serde_json::to_string(&line)
             .map_err(|error| Error::bug(format!("cannot write {JOURNAL}: {error}")))?;
         Ok(json + "\n")
     }
+}
+
+const CHANGED: &str = "something else changed it since (nothing was changed now): put the file back as the run wrote it, or \
+                       start the run again";
+
+/// First 16 hex digits of the SHA-256 of what was hashed so far.
+pub fn digest(hash: &Sha256) -> String {
+    hash.clone().finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What other programs leave in a CSV file that they save and this one never writes; empty for a file without it.
+fn foreign(bytes: &[u8]) -> &'static str {
+    if bytes.starts_with(b"\xef\xbb\xbf") {
+        ": it begins with a byte order mark"
+    } else if bytes.starts_with(b"\"") {
+        ": the names of its columns are quoted"
+    } else if bytes.windows(2).any(|pair| pair == b"\r\n") {
+        ": its lines end in CR LF"
+    } else {
+        ""
+    }
+}
+
+/// A kill leaves at most one row of summary.csv that no line of the journal names, so more of them are a journal that lost
+/// lines, or was never there.
+fn require_one_unfinished(path: &Path, finished: &[u8], rest: &[u8]) -> Result<()> {
+    let header = usize::from(finished.is_empty());
+    let rows = rest.iter().filter(|byte| **byte == b'\n').count().saturating_sub(header);
+    if rows <= 1 {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        format!("{} has {rows} rows that {JOURNAL} does not name as finished", path.display()),
+        "to resume, the folder has to be as the run left it, with all its files: put them back, or start the run again; \
+         nothing was changed now",
+    ))
 }
 
 fn by_place(folder: &Path, record: &RunRecord, cell: Cell) -> Result<FinishedCell> {

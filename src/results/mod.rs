@@ -130,11 +130,11 @@ impl RunResults {
 
     /// Whether the device has roofs to be judged against. A device of fixed cost has none.
     pub fn has_roofs(&self) -> bool {
-        self.record.ceilings.read_bytes_per_s > 0.0
+        self.record.ceilings.is_some()
     }
 
     /// What the arms of a model were judged by, in the median.
-    pub fn typical_ceilings(&self, model: &str) -> Ceilings {
+    pub fn typical_ceilings(&self, model: &str) -> Option<Ceilings> {
         let of_model = |arm: &str| self.of_arm(arm).any(|summary| summary.model == model);
         self.record.typical_ceilings(of_model)
     }

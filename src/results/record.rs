@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::claims::Verdict;
-use super::folder::RUN_FILE;
+use super::folder::{RUN_FILE, working_folder};
 use crate::engine::account::Ceilings;
 use crate::engine::config::EngineConfig;
 use crate::engine::device::{Compiled, DeviceInfo, DeviceKind};
@@ -73,8 +73,8 @@ pub struct RunRecord {
     /// Seed of each repeat.
     pub seeds: Vec<u64>,
     pub device: DeviceRecord,
-    /// As measured (or nominal) when the first model had been loaded.
-    pub ceilings: Ceilings,
+    /// As measured (or nominal) when the first model had been loaded; `None` before, and for a device that has none.
+    pub ceilings: Option<Ceilings>,
     /// Where they wander: as measured around every repeat of an arm that has rows, in the order in which they ran.
     #[serde(default)]
     pub arm_ceilings: Vec<ArmCeilings>,
@@ -254,7 +254,7 @@ impl RunRecord {
                 "give the folder of a run, the one with run.json and summary.csv in it",
             )
         })?;
-        let record: Self = match serde_json::from_str(&text) {
+        let mut record: Self = match serde_json::from_str(&text) {
             Ok(record) => record,
             Err(error) => Self::read_older(&text).ok_or_else(|| {
                 let this = build_id();
@@ -282,23 +282,27 @@ impl RunRecord {
                 "use the version that wrote it",
             ));
         }
+        // (Earlier versions wrote zeros where there are none.)
+        record.ceilings = record.ceilings.filter(|ceilings| ceilings.read_bytes_per_s > 0.0);
+        record.plan.folder = working_folder(folder);
+        record.options.folder.clone_from(&record.plan.folder);
         Ok(record)
     }
 
     /// What a repeat of an arm was judged by.
-    pub fn ceilings_at(&self, arm: &str, repeat: u32) -> Ceilings {
+    pub fn ceilings_at(&self, arm: &str, repeat: u32) -> Option<Ceilings> {
         let around = self.arm_ceilings.iter().find(|around| around.arm == arm && around.repeat == repeat);
-        around.map_or(self.ceilings, ArmCeilings::best)
+        around.map(ArmCeilings::best).or(self.ceilings)
     }
 
     /// What the repeats of the arms that are `wanted` were judged by, in the median.
-    pub fn typical_ceilings(&self, wanted: impl Fn(&str) -> bool) -> Ceilings {
+    pub fn typical_ceilings(&self, wanted: impl Fn(&str) -> bool) -> Option<Ceilings> {
         let all = self.arm_ceilings.iter().filter(|around| wanted(&around.arm));
-        roofs::typical(all).unwrap_or(self.ceilings)
+        roofs::typical(all).or(self.ceilings)
     }
 
     /// The same of the arms whose ceilings may be compared with those of `arm`, itself among them.
-    pub fn ceilings_like(&self, arm: &str) -> Ceilings {
+    pub fn ceilings_like(&self, arm: &str) -> Option<Ceilings> {
         let kind = self.kind_of_ceilings(arm);
         self.typical_ceilings(|other| self.kind_of_ceilings(other) == kind)
     }

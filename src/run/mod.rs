@@ -16,7 +16,6 @@ use self::prepare::{Prepared, prepare};
 use self::progress::Progress;
 use self::runner::{Ending, Loaded, Runner};
 use crate::Result;
-use crate::engine::account::Ceilings;
 use crate::engine::device::Device;
 use crate::experiment::plan::{Cell, Plan, PlanOptions};
 use crate::measure::nvml::{GpuMonitor, WhichGpu};
@@ -48,7 +47,7 @@ impl Ready {
     /// Opens the device that the options name, which `reason` says more of (see [`device::rig`]), and all models.
     ///
     /// # Errors
-    /// What the device says is missing; as [`prepare`].
+    /// What the device says is missing; as [`prepare()`].
     pub fn open(options: &PlanOptions, plan: Plan, reason: &str, told: &mut dyn Progress) -> Result<Self> {
         let device = device::open(&options.device, device_threads(&plan))?.device;
         if let Some(warning) = device::memory_warning(device.as_ref()) {
@@ -60,7 +59,7 @@ impl Ready {
     /// The same on a device that is open.
     ///
     /// # Errors
-    /// As [`prepare`].
+    /// As [`prepare()`].
     pub fn on(
         device: Box<dyn Device>,
         options: &PlanOptions,
@@ -91,6 +90,7 @@ impl Ready {
             // A folder with no run in it helps nobody. (Refused where there is anything in it.)
             let _ = std::fs::remove_dir(folder.path());
         })?;
+        folder.note_working_folder(&self.plan.folder)?;
         Ok(self.in_folder(folder, told))
     }
 
@@ -255,7 +255,7 @@ fn new_record(
         plan_hash: plan.hash(),
         seeds: record::seeds(plan.seed, plan.repeats),
         device: DeviceRecord::new(device.info(), reason),
-        ceilings: NOT_MEASURED,
+        ceilings: None,
         arm_ceilings: Vec::new(),
         models: prepared.model_records(),
         cold_start: None,
@@ -265,15 +265,6 @@ fn new_record(
         claims: Vec::new(),
     }
 }
-
-/// Before the first model is loaded.
-const NOT_MEASURED: Ceilings = Ceilings {
-    read_bytes_per_s: 0.0,
-    copy_bytes_per_s: 0.0,
-    flops_per_s: 0.0,
-    launch_s: 0.0,
-    measured: false,
-};
 
 /// Takes over what the record of a run that goes on says of its past.
 fn continue_record(record: &mut RunRecord, earlier: &RunRecord, folder: &ResultsFolder) {

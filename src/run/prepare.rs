@@ -49,6 +49,9 @@ pub fn prepare(plan: &Plan, device: &dyn Device) -> Result<Prepared> {
 }
 
 /// The same for the arms that the plan has gained since.
+///
+/// # Errors
+/// As [`prepare`].
 pub fn prepare_more(plan: &Plan, prepared: &mut Prepared, device: &dyn Device) -> Result<()> {
     for arm in &plan.arms[prepared.arms.len()..] {
         let result = prepare_arm(plan, arm, device, &mut prepared.models)
@@ -72,7 +75,7 @@ fn prepare_arm(
     models: &mut BTreeMap<String, OpenedModel>,
 ) -> Result<PreparedArm> {
     if !models.contains_key(&arm.model) {
-        let reference: ModelRef = arm.model.parse()?;
+        let reference = ModelRef::find(&arm.model, &plan.folder)?;
         let options = OpenOptions { seed: plan.seed, download: true, show_progress: true };
         models.insert(arm.model.clone(), open(&reference, &options)?);
     }
@@ -128,11 +131,17 @@ fn seats(spec: &ModelSpec, plan: &CachePlan, tokens: usize) -> usize {
 }
 
 /// The requests of one repeat of an arm.
+///
+/// # Errors
+/// A file of the load or a tokenizer that cannot be read; a load out of bounds.
 pub fn schedule(plan: &Plan, arm: &Arm, model: &OpenedModel, repeat: usize) -> Result<Schedule> {
-    with_context(plan, arm, model, repeat, |context| arm.load.schedule(context))
+    with_context(plan, arm, model, repeat, |context| arm.load.with_files_in(&plan.folder).schedule(context))
 }
 
 /// One round of an arm's warm-up; `None` when it has none.
+///
+/// # Errors
+/// As [`schedule`].
 pub fn warmup(
     plan: &Plan,
     arm: &Arm,
@@ -140,7 +149,9 @@ pub fn warmup(
     repeat: usize,
     round: usize,
 ) -> Result<Option<Schedule>> {
-    with_context(plan, arm, model, repeat, |context| arm.load.warmup_schedule(context, round))
+    with_context(plan, arm, model, repeat, |context| {
+        arm.load.with_files_in(&plan.folder).warmup_schedule(context, round)
+    })
 }
 
 fn with_context<T>(

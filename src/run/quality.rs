@@ -7,7 +7,6 @@ use crate::engine::config::EngineConfig;
 use crate::engine::device::{Device, LoadOptions, Model};
 use crate::engine::model::OpenedModel;
 use crate::engine::tokenizer::Tokenizer;
-use crate::measure::roofs::NO_CEILINGS;
 use crate::workload::prompts::PASSAGE;
 use crate::{Error, Result};
 
@@ -39,7 +38,7 @@ pub fn perplexity(
     let free = device.free_bytes() + layout.weight_bytes();
     let total = device.info().memory_bytes;
     let pools = plan_cache(layout, &config, free, total, device.default_dtypes(), Some(tokens.len()))?;
-    let mut engine = Engine::new(model, pools, config, NO_CEILINGS, device.clock())?;
+    let mut engine = Engine::new(model, pools, config, None, device.clock())?;
     let logprobs = engine.logprobs(&tokens)?;
     let mean = logprobs.iter().map(|&p| f64::from(p)).sum::<f64>() / logprobs.len().max(1) as f64;
     let perplexity = (-mean).exp();
@@ -77,8 +76,8 @@ mod tests {
             self.1
         }
 
-        fn ceilings(&mut self) -> Result<Ceilings> {
-            Ok(NO_CEILINGS)
+        fn ceilings(&mut self) -> Result<Option<Ceilings>> {
+            Ok(None)
         }
 
         fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {

@@ -42,7 +42,7 @@ pub struct Runner<'a> {
     pub plan: &'a Plan,
     pub prepared: &'a mut Prepared,
     pub device: &'a mut dyn Device,
-    pub ceilings: Ceilings,
+    pub ceilings: Option<Ceilings>,
     pub folder: &'a mut ResultsFolder,
     pub record: &'a mut RunRecord,
     /// Begin no further cell after this moment.
@@ -122,11 +122,11 @@ impl Runner<'_> {
             let before = self.device.ceilings_now()?;
             let mut record = self.trace_arm(on_device, cell)?;
             let around = before.zip(self.device.ceilings_now()?);
-            let ceilings = around.map_or(self.ceilings, |(before, after)| before.best_of(&after));
-            record.judge_by(&ceilings);
+            let ceilings = around.map(|(before, after)| before.best_of(&after)).or(self.ceilings);
+            record.judge_by(ceilings.as_ref());
             let arm = &self.plan.arms[cell.arm].name;
-            trace.add(arm, &record, &ceilings);
-            kernels.extend(kernel_rows(&record, arm, cell.repeat as u32, &ceilings));
+            trace.add(arm, &record, ceilings.as_ref());
+            kernels.extend(kernel_rows(&record, arm, cell.repeat as u32, ceilings.as_ref()));
             self.folder.replace("trace.json.gz", &trace.gzip()?)?;
             if !kernels.is_empty() {
                 let Rows { header, rows } = rows(&kernels)?;
@@ -138,6 +138,9 @@ impl Runner<'_> {
 
     /// Warms up, measures and writes one cell, the `position.0`th of `position.1`. `None` when the arm is an optional
     /// one that turns out not to run here.
+    ///
+    /// # Errors
+    /// A model that cannot be loaded, a step that failed, an interruption, a folder that cannot be written to.
     pub fn run_cell(
         &mut self,
         loaded: &mut Option<Loaded>,
@@ -219,7 +222,7 @@ impl Runner<'_> {
                 // Of the arithmetic this model was loaded for.
                 self.ceilings = self.device.ceilings()?;
                 let ceilings_s = record::seconds_since_start() - before_s;
-                if self.record.ceilings.read_bytes_per_s == 0.0 {
+                if self.record.ceilings.is_none() && self.ceilings.is_some() {
                     self.record.ceilings = self.ceilings;
                     self.save_record()?;
                 }
@@ -367,7 +370,7 @@ impl Runner<'_> {
             after,
         });
         if let Some(around) = &around {
-            record.judge_by(&around.best());
+            record.judge_by(Some(&around.best()));
         }
         self.write(cell, &record, offered_rate, warmed, around)
     }
@@ -383,8 +386,8 @@ impl Runner<'_> {
         let arm = &self.plan.arms[cell.arm];
         let repeat = cell.repeat as u32;
         let label = self.label(arm, cell);
-        let ceilings = around.as_ref().map_or(self.ceilings, ArmCeilings::best);
-        let conditions = Conditions { offered_rate, ceilings: &ceilings, slo: &arm.load.slo };
+        let ceilings = around.as_ref().map(ArmCeilings::best).or(self.ceilings);
+        let conditions = Conditions { offered_rate, ceilings: ceilings.as_ref(), slo: &arm.load.slo };
         let summary = summarize(record, &label, &conditions);
         let limited = arm.load.concurrency.is_some();
         let mut checks = check_rows(record, &arm.name, repeat, limited);
@@ -433,7 +436,7 @@ impl Runner<'_> {
             simulated: info.simulated(),
             model: arm.model.clone(),
             synthetic_weights: weights_word(layout.synthetic) == "synthetic",
-            load: arm.load.describe(arm.engine.max_num_seqs),
+            load: arm.load.with_files_in(&self.plan.folder).describe(arm.engine.max_num_seqs),
             seed: repeat_seed(self.plan.seed, cell.repeat as u32),
             quick: self.plan.quick,
             cpu_math: if info.kind == DeviceKind::Cpu { math } else { String::new() },
@@ -482,6 +485,9 @@ impl Runner<'_> {
     }
 
     /// Writes run.json as it stands.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to.
     pub fn save_record(&self) -> Result<()> {
         self.folder.replace(RUN_FILE, &self.record.json()?)
     }

@@ -82,7 +82,7 @@ impl SimulatedArm {
         )?;
         let options = LoadOptions { cpu_math: CpuMath::F32, threads: None };
         let model = device.load(&self.layout, &no_weights(), &options, &mut |_| {})?;
-        let ceilings = device.ceilings()?;
+        let ceilings = Some(device.nominal_ceilings());
         let mut engine =
             Engine::new(model.as_ref(), plan.clone(), engine_config.clone(), ceilings, device.clock())?;
         let (delay_s, gap_s) = device.submission_delay_s();

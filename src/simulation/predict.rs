@@ -101,8 +101,7 @@ pub fn predict(arm: &SimulatedArm, device: &SimDevice, prompts: &[usize]) -> Res
     let itl = Distribution::of(gaps);
     let generated: usize = full.record.requests.iter().map(|request| request.tokens_s.len()).sum();
     let batches = batches(arm, device, &single, seats);
-    let mut ceilings_of = device.clone();
-    let ceilings = ceilings_of.ceilings()?;
+    let ceilings = device.nominal_ceilings();
     Ok(Prediction {
         simulated: true,
         model: arm.layout.spec.name.clone(),
@@ -119,7 +118,7 @@ pub fn predict(arm: &SimulatedArm, device: &SimDevice, prompts: &[usize]) -> Res
         saturation_running: full.record.steps.iter().map(|step| step.report.running).max().unwrap_or(0),
         flood_itl_p50_ms: itl.map_or(f64::NAN, |itl| itl.p50),
         flood_itl_p99_ms: itl.map_or(f64::NAN, |itl| itl.p99),
-        walls: walls::of(&arm.layout, &single.plan, &single.costs, &ceilings, &arm.load),
+        walls: walls::of(&arm.layout, &single.plan, &single.costs, Some(&ceilings), &arm.load),
     })
 }
 

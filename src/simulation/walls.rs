@@ -55,7 +55,7 @@ pub fn of(
     layout: &ModelLayout,
     plan: &CachePlan,
     costs: &CostModel,
-    ceilings: &Ceilings,
+    ceilings: Option<&Ceilings>,
     load: &LoadSpec,
 ) -> Vec<Wall> {
     let mut walls = Vec::new();
@@ -89,7 +89,7 @@ pub fn of(
     });
 
     let weights = (costs.layer_weight_bytes + costs.head_weight_bytes) as f64;
-    if ceilings.read_bytes_per_s > 0.0 && ceilings.flops_per_s > 0.0 {
+    if let Some(ceilings) = ceilings {
         let stream_s = weights / ceilings.read_bytes_per_s;
         let decode_s = (costs.layer_flops_per_token + costs.head_flops_per_row) as f64 / ceilings.flops_per_s;
         let prefill_s = costs.prefill_flops_per_token() as f64 / ceilings.flops_per_s;
@@ -177,7 +177,8 @@ mod tests {
             launch_s: 0.0,
             measured: false,
         };
-        let walls = of(&layout, &plan, &CostModel::new(&layout, &plan), &ceilings, &LoadSpec::default());
+        let walls =
+            of(&layout, &plan, &CostModel::new(&layout, &plan), Some(&ceilings), &LoadSpec::default());
         let at = |resource| walls.iter().find(|wall| wall.resource == resource).unwrap().at;
         assert_eq!(at("blocks"), 146.0);
         assert!((at("compute") - 118.8).abs() < 1.0, "{}", at("compute"));

@@ -134,7 +134,7 @@ impl LoadSpec {
 
     fn probe_schedule(&self, context: &ScheduleContext) -> Result<Schedule> {
         let Some(probe) = self.probe else {
-            return Err(Error::failed("this load has no probe", ""));
+            return Err(Error::bug("this load has no probe"));
         };
         let prompts = Prompts::new(&PromptKind::Random, 0, 1, *context)?;
         let plan = |role, input, output, prompt_index, index| PlannedRequest {

@@ -57,6 +57,10 @@ impl Default for Probe {
 }
 
 impl Probe {
+    /// Checks the bounds that the types let pass.
+    ///
+    /// # Errors
+    /// A count or time out of bounds, naming its key.
     pub fn validate(&self) -> Result<()> {
         let counts = [
             ("probe.victims", self.victims, MOST_REQUESTS),

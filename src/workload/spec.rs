@@ -3,7 +3,7 @@
 //! Keys that are knobs of the command line too (`request_rate`, `concurrency`, `input_len`, ...) are plain fields of the
 //! table, so `--set` replaces one value and deserialises again.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ use super::probe::Probe;
 use super::rate::Rate;
 use super::slo::Slo;
 use crate::engine::request::SamplingParams;
-use crate::{Error, Result};
+use crate::{Error, Result, paths};
 
 /// Bounds of a load: what is drawn before a run has to fit in memory, and a run has to end. The knobs have the same ones.
 pub const MOST_REQUESTS: usize = 1 << 20;
@@ -268,6 +268,26 @@ fn one() -> f64 {
 }
 
 impl LoadSpec {
+    /// The same load with the files it names looked for in `folder` first ([`paths::find`]).
+    pub fn with_files_in(&self, folder: &Path) -> Self {
+        let mut load = self.clone();
+        let files = [
+            load.replay.as_mut().map(|replay| &mut replay.file),
+            match &mut load.lengths {
+                Lengths::File { file } => Some(file),
+                _ => None,
+            },
+            match &mut load.prompt {
+                PromptKind::Text { file } => file.as_mut(),
+                _ => None,
+            },
+        ];
+        for file in files.into_iter().flatten() {
+            *file = paths::find(folder, file);
+        }
+        load
+    }
+
     /// Requests that are asked for with that many seats. Of a replay: most rows of it; the trace may have fewer.
     pub fn requests(&self, seats: usize) -> usize {
         match self.prompts {

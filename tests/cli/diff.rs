@@ -40,6 +40,20 @@ fn a_slower_device_is_a_regression() {
 }
 
 #[test]
+fn fail_on_says_where_nothing_can_be_told() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    for (root, ms) in [("before", 1), ("after", 2)] {
+        let run = "run small --experiments e.toml --repeats 1 --device sim:fixed";
+        env.run(&format!("{run}:{ms} --out {root}")).ok();
+    }
+    let folder = |root: &str| env.results(root)[0].display().to_string();
+    let diff = format!("diff {} {}", folder("before"), folder("after"));
+    env.run(&diff).ok();
+    env.run(&format!("{diff} --fail-on regressed")).fails(3, "all rows say `too few repeats`", "--repeats 5");
+}
+
+#[test]
 fn what_differs_is_a_warning() {
     let env = TestEnv::new();
     let (before, after) = two_runs(&env, 1, 2);

@@ -97,6 +97,32 @@ pub fn read(folder: &Path, name: &str) -> String {
     std::fs::read_to_string(folder.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
+/// Cuts the tables to the rows of the first cells of the journal.
+pub fn keep_rows(folder: &Path, cells: usize) {
+    for line in read(folder, "cells.jsonl").lines().take(cells) {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        for (name, length) in line["lengths"].as_object().unwrap() {
+            let text = read(folder, name);
+            // (Each line's lengths are of the rows until then; of the last one they stay.)
+            std::fs::write(folder.join(format!("{name}.kept")), &text[..length.as_u64().unwrap() as usize])
+                .unwrap();
+        }
+    }
+    for name in std::fs::read_dir(folder).unwrap().flatten().map(|entry| entry.path()) {
+        if name.extension().is_some_and(|end| end == "kept") {
+            std::fs::rename(&name, name.with_extension("")).unwrap();
+        }
+    }
+}
+
+/// What a kill after `cells` finished cells leaves: the rows of the next one are there, its line of the journal is not.
+pub fn kill_after(folder: &Path, cells: usize) {
+    let journal = read(folder, "cells.jsonl");
+    let kept: Vec<&str> = journal.lines().take(cells).collect();
+    keep_rows(folder, cells + 1);
+    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"cell\":{{\"arm\"", kept.join("\n"))).unwrap();
+}
+
 /// A small experiment: three caps, quick to simulate.
 pub const SMALL: &str = r#"
 [small]

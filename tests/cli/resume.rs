@@ -1,7 +1,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::env::{SMALL, TestEnv, read};
+use crate::env::{Ran, SMALL, TestEnv, keep_rows, kill_after, read};
 
 const RUN: &str = "run small --experiments e.toml --device sim:fixed";
 
@@ -15,20 +15,18 @@ fn small() -> TestEnv {
 fn killed_after(env: &TestEnv, cells: usize) -> PathBuf {
     env.run(RUN).ok();
     let folder = env.only_result();
-    let journal = read(&folder, "cells.jsonl");
-    let kept: Vec<&str> = journal.lines().take(cells).collect();
-    // The next line of the journal was never finished; the rows of its cell were.
-    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"cell\":{{\"arm\"", kept.join("\n"))).unwrap();
+    kill_after(&folder, cells);
     for name in ["report.md", "report.html"] {
         std::fs::remove_file(folder.join(name)).unwrap();
     }
     folder
 }
 
+const TABLES: [&str; 6] =
+    ["summary.csv", "requests.csv", "tokens.csv", "steps.csv", "populations.csv", "checks.csv"];
+
 fn tables(folder: &Path) -> Vec<String> {
-    ["summary.csv", "requests.csv", "tokens.csv", "steps.csv", "populations.csv", "checks.csv"]
-        .map(|name| read(folder, name))
-        .to_vec()
+    TABLES.map(|name| read(folder, name)).to_vec()
 }
 
 #[test]
@@ -136,6 +134,16 @@ fn records_of_other_versions() {
     env.run(&format!("run --resume {shown}")).fails(2, "build: 0.0.9-of-", "--force");
     with("victim_hum");
     env.run(&format!("explain {shown}")).fails(2, "victim_hum", "version 0.0.9-of-");
+    // Zeros stood where a device has no ceilings.
+    let figures = ["read_bytes_per_s", "copy_bytes_per_s", "flops_per_s", "launch_s"]
+        .map(|name| format!("\"{name}\": 0.0"));
+    let zeros = format!("\"ceilings\": {{{}, \"measured\": false}}", figures.join(", "));
+    let text = record.replace("\"ceilings\": null", &zeros);
+    assert_ne!(text, record);
+    std::fs::write(folder.join("run.json"), text).unwrap();
+    let explained = env.run(&format!("explain {shown}")).ok().stderr;
+    assert!(explained.contains("this device has no roofs"), "{explained}");
+    env.run(&format!("calibrate {shown}")).fails(2, "no ceilings to begin from", "sim:GPU");
 }
 
 /// Waits until `done`, at most 20 s.
@@ -220,6 +228,100 @@ fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {
     assert_eq!(run["status"], "interrupted");
 }
 
+/// What is missing or was changed is told, and nothing is cut off.
+#[test]
+fn tables_that_were_saved_by_another_program_are_refused() {
+    let env = small();
+    let folder = killed_after(&env, 2);
+    let shown = folder.display().to_string();
+    let (resume, merge) = (format!("run --resume {shown}"), format!("merge {shown} --out merged"));
+    for name in ["requests.csv", "steps.csv"] {
+        let text = read(&folder, name);
+        let saved = text.replace('\n', "\r\n");
+        std::fs::write(folder.join(name), &saved).unwrap();
+        let before = tables(&folder);
+        for command in [&resume, &merge] {
+            env.run(command).fails(2, &format!("{name}: the rows of finished arms"), "put the file back");
+        }
+        assert_eq!((tables(&folder), read(&folder, name)), (before, saved));
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    let journal = std::fs::read(folder.join("cells.jsonl")).unwrap();
+    std::fs::remove_file(folder.join("cells.jsonl")).unwrap();
+    env.run(&resume).fails(2, "summary.csv has 3 rows that cells.jsonl does not name", "with all its files");
+    std::fs::write(folder.join("cells.jsonl"), journal).unwrap();
+    env.run(&resume).ok();
+}
+
+/// A checkpoint, a file of experiments and a trace, all given by relative paths.
+fn with_files(env: &TestEnv) {
+    copy_model(env, "hybrid-tiny");
+    env.write("t.csv", "arrival_s,input_tokens,output_tokens\n0,5,2\n1,6,3\n4,7,4\n");
+    let load = "load = { replay = { file = \"t.csv\" } }\n";
+    let (head, rest) = SMALL.split_once("load = ").unwrap();
+    let (_, rest) = rest.split_once('\n').unwrap();
+    env.write("e.toml", &(head.replace("synthetic:demo", "m") + load + rest));
+}
+
+fn copy_model(env: &TestEnv, fixture: &str) {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
+    let to = env.path().join("m");
+    std::fs::create_dir_all(&to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().flatten() {
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_working_folder() {
+    let env = TestEnv::new();
+    with_files(&env);
+    let outside = tempfile::tempdir().unwrap();
+    let elsewhere = env.path().join("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let run = "run small --experiments e.toml --device sim:h100 --repeats 1 --values";
+    env.run(&format!("{run} 1,2")).ok();
+    env.run(&format!("{run} 1,2 --out {}", outside.path().display())).ok();
+    let inside = env.only_result();
+    let beyond = std::fs::read_dir(outside.path().join("small")).unwrap().next().unwrap().unwrap().path();
+    let from_elsewhere = |command: &str, folder: &Path| {
+        let mut program = env.command();
+        program.current_dir(&elsewhere).args(command.split(' ')).arg(folder);
+        Ran::new(program.output().unwrap())
+    };
+    // What is published names no folder of the machine.
+    let root = env.path().canonicalize().unwrap().display().to_string();
+    for folder in [&inside, &beyond] {
+        let mut record: serde_json::Value = serde_json::from_str(&read(folder, "run.json")).unwrap();
+        // (What was typed is there as it was typed.)
+        record.as_object_mut().unwrap().remove("command").unwrap();
+        assert!(!record.to_string().contains(&root), "{record}");
+        for name in ["report.md", "report.html", "summary.csv", "checks.csv", "populations.csv"] {
+            assert!(!read(folder, name).contains(&root), "{name}");
+        }
+    }
+    for folder in [&inside, &beyond] {
+        let explained = env.run(&format!("explain {}", folder.display())).ok().stdout;
+        assert_eq!(from_elsewhere("explain", folder).ok().stdout, explained);
+        from_elsewhere("report", folder).ok();
+        let rows = read(folder, "summary.csv");
+        kill_after(folder, 1);
+        from_elsewhere("run --resume", folder).ok();
+        assert_eq!(read(folder, "summary.csv"), rows);
+    }
+    from_elsewhere("merge --out merged", &beyond).ok();
+    let merged = std::fs::read_dir(elsewhere.join("merged/small")).unwrap().next().unwrap().unwrap().path();
+    from_elsewhere("explain", &merged).ok();
+    assert_eq!(read(&inside, "working-folder.txt"), "../../../..\n");
+    assert_eq!(read(&beyond, "working-folder.txt"), format!("{root}\n"));
+    // Without it there is nothing to go by, and with another model in its place nothing to explain.
+    let shown = inside.display().to_string();
+    copy_model(&env, "dense-qwen3-tiny");
+    env.run(&format!("explain {shown}")).fails(2, "the model of the run had", "another model is there");
+    std::fs::remove_file(inside.join("working-folder.txt")).unwrap();
+    from_elsewhere("explain", &inside).fails(2, "no model folder at `m`", "");
+}
+
 /// Names of arms in the rows of a folder, a row each.
 fn arms(folder: &Path) -> Vec<String> {
     let csv = read(folder, "summary.csv");
@@ -284,6 +386,7 @@ fn journals_of_earlier_versions() {
     let shown = folder.display().to_string();
     let old = journal_of_places(&folder);
     let cut: String = old.split_inclusive('\n').take(2).collect();
+    keep_rows(&folder, 3);
     std::fs::write(folder.join("cells.jsonl"), &cut).unwrap();
     env.run(&format!("merge {shown} --out part")).ok();
     env.run(&format!("run --resume {shown}")).ok();

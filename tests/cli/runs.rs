@@ -110,10 +110,10 @@ fn run_json_says_what_ran() {
     assert_eq!(run["seeds"][0], 7);
     assert_eq!(run["claims"][0]["outcome"], "holds");
     assert_eq!(run["claims"][1]["outcome"], "not_comparable");
-    for key in ["schema", "command", "version", "commit", "started", "ended", "ceilings", "plan", "plan_hash"]
-    {
+    for key in ["schema", "command", "version", "commit", "started", "ended", "plan", "plan_hash"] {
         assert!(!run[key].is_null(), "{key}");
     }
+    assert_eq!(run.get("ceilings"), Some(&serde_json::Value::Null), "a device of fixed cost has none");
 }
 
 #[test]
@@ -189,6 +189,34 @@ fn check_fails_when_a_claim_does_not_hold() {
     };
     assert!(run("").ok().stdout.contains("[does not hold]"));
     run("--check").fails(1, "1 claim(s) do not hold", "inferwall explain");
+}
+
+#[test]
+fn check_tells_what_could_not_be_compared() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let run = |flags: &str| {
+        env.run(&format!("run small --experiments e.toml --device sim:fixed --repeats 1 {flags}"))
+    };
+    let ran = run("--check").ok();
+    assert!(ran.stderr.contains("claims: 1 hold, 1 could not be compared"), "{}", ran.stderr);
+    env.write("e.toml", &SMALL.replace("at_least = 4", "at_least = 4\nrig = \"cuda\""));
+    let fact = "none of the 2 claim(s) could be compared: published for cuda; published for sim:series";
+    run("--check").fails(3, fact, "nothing was found to hold or not to hold");
+    // The table and the rows are there all the same; without --check that is all there is to it.
+    assert!(run("").ok().stdout.contains("2 not comparable on this rig"));
+    assert_eq!(env.results("results/local").len(), 3);
+}
+
+#[test]
+fn check_of_a_plan_without_claims_is_refused_before_it_runs() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let sweep = "sweep --knob max_num_seqs --values 1,2 --device sim:fixed --check";
+    env.run(sweep).fails(2, "--check has nothing to check: no claims are made of sweep", "leave --check out");
+    let run = "run small --experiments e.toml --device sim:fixed --arms max_num_seqs=2 --check";
+    env.run(run).fails(2, "--check has nothing to check: claims: 2 left out", "choose the arms");
+    assert!(!env.path().join("results").exists());
 }
 
 #[test]
@@ -343,15 +371,14 @@ fn part_1_judges_the_step_by_the_load_it_was_published_for() {
     // Without its arms there is nothing to judge: what is left of the claims is said in a line.
     let all = record["claims"].as_array().unwrap().len();
     let line = format!("Claims:\n\n- {all} left out, of arms that were not chosen\n");
-    let ran =
-        env.run("run part1-hit-the-wall --device sim:series --arms request_rate=1 --check --out o").ok();
+    let ran = env.run("run part1-hit-the-wall --device sim:series --arms request_rate=1 --out o").ok();
     assert!(ran.stdout.contains(&line), "{}", ran.stdout);
     assert!(read(&env.results("o")[0], "report.md").contains(&line));
     let record: serde_json::Value = serde_json::from_str(&read(&env.results("o")[0], "run.json")).unwrap();
     assert_eq!(record["claims"].as_array().unwrap().len(), 0);
     assert_eq!(record["plan"]["claims_left_out"], all);
     // Values of one's own choose arms too.
-    let ran = env.run("run part1-hit-the-wall --device sim:series --values 1 --check --out v").ok();
+    let ran = env.run("run part1-hit-the-wall --device sim:series --values 1 --out v").ok();
     assert!(ran.stdout.contains("left out, of arms that were not chosen"), "{}", ran.stdout);
     assert!(!ran.stdout.contains("not comparable"), "{}", ran.stdout);
 }

@@ -1,4 +1,4 @@
-use crate::env::{TestEnv, read};
+use crate::env::{TestEnv, kill_after, read};
 
 const FAST: &str = "--device sim:fixed --prompts 4 --set input_len=8 --set output_len=4";
 
@@ -140,13 +140,6 @@ fn saturate_finds_the_rate_a_queue_can_take() {
     );
 }
 
-/// A sweep that was killed after `cells` finished ones, in the middle of a row.
-fn kill_after(folder: &std::path::Path, cells: usize) {
-    let journal = read(folder, "cells.jsonl");
-    let kept: Vec<&str> = journal.lines().take(cells).collect();
-    std::fs::write(folder.join("cells.jsonl"), format!("{}\n{{\"ar", kept.join("\n"))).unwrap();
-}
-
 #[test]
 fn a_killed_sweep_resumes_to_the_same_bytes() {
     let env = TestEnv::new();
@@ -223,7 +216,8 @@ fn shards_of_different_plans_are_merged_by_force() {
     std::fs::write(two.join("cells.jsonl"), format!("{}\n{}\n", lines[0], lines[2])).unwrap();
     env.run(&format!("merge {} --out lost", two.display())).fails(2, "rows of arm max_num_seqs=8", "damaged");
     // What a kill left unfinished is.
-    std::fs::write(two.join("cells.jsonl"), format!("{}\n", lines[0])).unwrap();
+    std::fs::write(two.join("cells.jsonl"), &text).unwrap();
+    kill_after(&two, 1);
     let part = env.run(&format!("merge {} --out cut", two.display())).ok();
     assert!(part.stderr.contains("2 of 3 runs of an arm are missing"), "{}", part.stderr);
     assert_eq!(read(&env.results("cut")[0], "summary.csv").lines().count(), 2);

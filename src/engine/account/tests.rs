@@ -130,7 +130,7 @@ fn decode(batch: usize, context: usize) -> Vec<SequenceShape> {
 }
 
 fn floor_ms(model: &CostModel, shapes: &[SequenceShape]) -> f64 {
-    model.cost(shapes, &h200()).floor_s * 1e3
+    model.cost(shapes, Some(&h200())).floor_s * 1e3
 }
 
 #[track_caller]
@@ -173,7 +173,7 @@ fn a_decode_step_moves_the_bytes_of_the_published_table() {
         if context == 0 {
             shapes[0].context_tokens = 1;
         }
-        let bytes = model.cost(&shapes, &h200()).bytes;
+        let bytes = model.cost(&shapes, Some(&h200())).bytes;
         let found = (bytes.weights + bytes.state + bytes.kv) as f64 / 1e9;
         close(found, gigabytes, 0.006 * gigabytes.max(1.0) / 8.0);
     }
@@ -235,5 +235,5 @@ fn chunks_of_a_prompt_count_its_attention_once_and_leave_the_head_out() {
 #[test]
 fn an_empty_step_costs_nothing() {
     let four = cost_model(&layout(false, |_, _| false));
-    assert_eq!(four.cost(&[], &h200()), StepCost::default());
+    assert_eq!(four.cost(&[], Some(&h200())), StepCost::default());
 }

@@ -47,6 +47,10 @@ pub struct Cache {
 }
 
 impl Cache {
+    /// Empty pools of the plan's sizes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for prefix caching with a hybrid model.
     pub fn new(shape: &CacheShape, plan: &CachePlan, prefix_caching: bool) -> Result<Self> {
         if prefix_caching && shape.is_hybrid() {
             return Err(Error::invalid(
@@ -94,6 +98,9 @@ impl Cache {
     /// found in the prefix cache. Nothing changes when it fails.
     ///
     /// `limit` bounds what may be computed in this step, given the tokens found; it returns how many will be.
+    ///
+    /// # Errors
+    /// What held the request back.
     pub fn admit(
         &mut self,
         holding: &mut Holding,

@@ -6,6 +6,7 @@
 pub mod check;
 pub mod cpu;
 pub mod cuda;
+pub mod deferred_states;
 pub mod mapped_file;
 pub mod sim;
 
@@ -93,11 +94,12 @@ pub trait Device: Send {
     /// Bytes free for weights and caches now.
     fn free_bytes(&self) -> u64;
 
-    /// Measured ceilings (data sheet values for a simulation). Measured on the first call, which takes seconds.
+    /// Measured ceilings (data sheet values for a simulation); `None` for a device that has none. Measured on the first call,
+    /// which takes seconds.
     ///
     /// # Errors
     /// The memory to measure with is not there; a lost device.
-    fn ceilings(&mut self) -> Result<Ceilings>;
+    fn ceilings(&mut self) -> Result<Option<Ceilings>>;
 
     /// The ceilings of this moment, in a fraction of a second, where they wander: on a CPU whose memory other programs and
     /// other machines of the same host use too. `None` where [`Device::ceilings`] hold throughout. No step may be in flight.
@@ -119,7 +121,7 @@ pub trait Device: Send {
     /// Sets knobs that were left open and that this rig fixes (a simulated rig's pool), before a plan is made.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid): a knob's value that this device does not have, before anything is loaded.
+    /// [`Error::Invalid`]: a knob's value that this device does not have, before anything is loaded.
     fn configure(&self, _layout: &ModelLayout, _config: &mut EngineConfig) -> Result<()>;
 
     /// Seconds from a request's arrival until the engine has it, and the least gap between two that come in
@@ -284,6 +286,7 @@ pub struct SequenceOutput {
     pub accepted: usize,
     /// One row of vocabulary length for each row asked for.
     pub logits: Vec<Vec<f32>>,
+    /// ln p of each target asked for.
     pub logprobs: Vec<f32>,
 }
 

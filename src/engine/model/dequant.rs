@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 
+use half::{bf16, f16};
+
 use super::layout::WeightFormat;
 use super::synthetic;
 use super::weights::MatrixData;
@@ -24,41 +26,104 @@ pub fn rows_to_f32(
 ) {
     assert_eq!(out.len(), rows.len() * cols, "output of {} rows of {cols}", rows.len());
     assert!(rows.end <= total_rows, "rows {rows:?} of {total_rows}");
+    if let Some(source) = Int4Source::new(data, total_rows, cols) {
+        for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+            for (g, out) in out.chunks_mut(source.group).enumerate() {
+                let (zero, scale) = (source.zero(row, g) as f32, source.scale(row, g));
+                for (i, out) in out.iter_mut().enumerate() {
+                    *out = (source.value(row, g * source.group + i) as f32 - zero) * scale;
+                }
+            }
+        }
+        return;
+    }
     match *data {
         MatrixData::Dense { format, bytes } => dense(format, bytes, rows.start * cols, out),
-        MatrixData::Awq { group, qweight, qzeros, scales } => {
-            let words_per_row = total_rows / 8;
-            for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-                let shift = 4 * AWQ_NIBBLE[row % 8];
-                for (col, out) in out.iter_mut().enumerate() {
-                    let group = col / group;
-                    let q = word(qweight, col * words_per_row + row / 8) >> shift & 15;
-                    let z = word(qzeros, group * words_per_row + row / 8) >> shift & 15;
-                    let scale = half::f16::from_bits(short(scales, group * total_rows + row)).to_f32();
-                    *out = (q as f32 - z as f32) * scale;
-                }
+        MatrixData::Synthetic { format, seed, std } => {
+            synthetic::fill_f32(seed, (rows.start * cols) as u64, std, out);
+            match format {
+                WeightFormat::F16 => out.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
+                WeightFormat::Bf16 => out.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
+                _ => {}
             }
         }
-        MatrixData::CompressedTensors { group, packed, scales, scale_format, zero_points } => {
-            let groups = cols / group;
-            for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-                for (col, out) in out.iter_mut().enumerate() {
-                    let at = row * groups + col / group;
-                    let q = word(packed, row * (cols / 8) + col / 8) >> (4 * (col % 8)) & 15;
-                    let z = match zero_points {
-                        Some(zeros) => word(zeros, row / 8 * groups + col / group) >> (4 * (row % 8)) & 15,
-                        None => 8,
-                    };
-                    let bits = short(scales, at);
-                    let scale = match scale_format {
-                        WeightFormat::Bf16 => half::bf16::from_bits(bits).to_f32(),
-                        _ => half::f16::from_bits(bits).to_f32(),
-                    };
-                    *out = (q as f32 - z as f32) * scale;
-                }
+        // 4-bit, so read above.
+        MatrixData::Awq { .. } | MatrixData::CompressedTensors { .. } => {}
+    }
+}
+
+/// Single values of a 4-bit [rows, cols] matrix in any of its stored layouts: weight = (value - zero) * scale, zero and scale
+/// of the `group` columns it is in.
+pub struct Int4Source<'a> {
+    data: &'a MatrixData<'a>,
+    rows: usize,
+    cols: usize,
+    pub group: usize,
+}
+
+impl<'a> Int4Source<'a> {
+    /// `None` for a matrix that is not 4-bit. The data has to be of that shape (the checkpoint checks it).
+    pub fn new(data: &'a MatrixData<'a>, rows: usize, cols: usize) -> Option<Self> {
+        let group = match *data {
+            MatrixData::Awq { group, .. }
+            | MatrixData::CompressedTensors { group, .. }
+            | MatrixData::Synthetic { format: WeightFormat::Int4 { group, .. }, .. } => group,
+            MatrixData::Dense { .. } | MatrixData::Synthetic { .. } => return None,
+        };
+        Some(Self { data, rows, cols, group })
+    }
+
+    /// The stored integer, 0 to 15.
+    pub fn value(&self, row: usize, col: usize) -> u32 {
+        match *self.data {
+            MatrixData::Awq { qweight, .. } => {
+                word(qweight, col * (self.rows / 8) + row / 8) >> (4 * AWQ_NIBBLE[row % 8]) & 15
             }
+            MatrixData::CompressedTensors { packed, .. } => {
+                word(packed, row * (self.cols / 8) + col / 8) >> (4 * (col % 8)) & 15
+            }
+            MatrixData::Synthetic { seed, .. } => synthetic::int4_value(seed, (row * self.cols + col) as u64),
+            MatrixData::Dense { .. } => 0,
         }
-        MatrixData::Synthetic { format, seed, std } => synthetic_rows(format, seed, std, cols, rows, out),
+    }
+
+    /// The zero point of a row's group, 0 to 15; 8 where none are stored.
+    pub fn zero(&self, row: usize, group: usize) -> u32 {
+        let groups = self.cols.div_ceil(self.group);
+        match *self.data {
+            MatrixData::Awq { qzeros, .. } => {
+                word(qzeros, group * (self.rows / 8) + row / 8) >> (4 * AWQ_NIBBLE[row % 8]) & 15
+            }
+            MatrixData::CompressedTensors { zero_points: Some(zeros), .. } => {
+                word(zeros, row / 8 * groups + group) >> (4 * (row % 8)) & 15
+            }
+            MatrixData::Synthetic { format: WeightFormat::Int4 { zero_points: true, .. }, seed, .. } => {
+                u32::from(synthetic::int4_zero_point(seed, (row * groups + group) as u64))
+            }
+            _ => 8,
+        }
+    }
+
+    /// The bits of a row's scale in a group: bf16 where the checkpoint has it so, else fp16.
+    pub fn scale_bits(&self, row: usize, group: usize) -> u16 {
+        match *self.data {
+            MatrixData::Awq { scales, .. } => short(scales, group * self.rows + row),
+            MatrixData::CompressedTensors { scales, .. } => {
+                short(scales, row * self.cols.div_ceil(self.group) + group)
+            }
+            MatrixData::Synthetic { std, .. } => synthetic::int4_scale(std).to_bits(),
+            MatrixData::Dense { .. } => 0,
+        }
+    }
+
+    pub fn scale(&self, row: usize, group: usize) -> f32 {
+        let bits = self.scale_bits(row, group);
+        match *self.data {
+            MatrixData::CompressedTensors { scale_format: WeightFormat::Bf16, .. } => {
+                bf16::from_bits(bits).to_f32()
+            }
+            _ => f16::from_bits(bits).to_f32(),
+        }
     }
 }
 
@@ -70,53 +135,11 @@ fn dense(format: WeightFormat, bytes: &[u8], start: usize, out: &mut [f32]) {
         }
         WeightFormat::Bf16 => {
             let (all, _) = bytes.as_chunks::<2>();
-            out.iter_mut()
-                .zip(&all[start..])
-                .for_each(|(out, &b)| *out = half::bf16::from_le_bytes(b).to_f32());
+            out.iter_mut().zip(&all[start..]).for_each(|(out, &b)| *out = bf16::from_le_bytes(b).to_f32());
         }
         _ => {
             let (all, _) = bytes.as_chunks::<2>();
-            out.iter_mut()
-                .zip(&all[start..])
-                .for_each(|(out, &b)| *out = half::f16::from_le_bytes(b).to_f32());
-        }
-    }
-}
-
-fn synthetic_rows(
-    format: WeightFormat,
-    seed: u64,
-    std: f32,
-    cols: usize,
-    rows: Range<usize>,
-    out: &mut [f32],
-) {
-    let start = (rows.start * cols) as u64;
-    match format {
-        WeightFormat::F32 => synthetic::fill_f32(seed, start, std, out),
-        WeightFormat::F16 | WeightFormat::Bf16 => {
-            synthetic::fill_f32(seed, start, std, out);
-            for value in out {
-                *value = match format {
-                    WeightFormat::F16 => half::f16::from_f32(*value).to_f32(),
-                    _ => half::bf16::from_f32(*value).to_f32(),
-                };
-            }
-        }
-        WeightFormat::Int4 { group, zero_points } => {
-            let scale = synthetic::int4_scale(std).to_f32();
-            let groups = cols.div_ceil(group);
-            for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-                for (col, out) in out.iter_mut().enumerate() {
-                    let element = row * cols + col;
-                    let q = synthetic::int4_value(seed, element as u64);
-                    let z = match zero_points {
-                        true => synthetic::int4_zero_point(seed, (row * groups + col / group) as u64),
-                        false => 8,
-                    };
-                    *out = (q as f32 - f32::from(z)) * scale;
-                }
-            }
+            out.iter_mut().zip(&all[start..]).for_each(|(out, &b)| *out = f16::from_le_bytes(b).to_f32());
         }
     }
 }

@@ -6,6 +6,9 @@ use crate::{Error, Result};
 
 /// Fails if the matrix `name` (or its scales) holds a NaN or an infinity. Reads it once, at memory speed; a device may
 /// instead look at the values while it converts them, and report with [`not_finite`].
+///
+/// # Errors
+/// As [`check`].
 pub fn check_matrix(name: &str, data: &MatrixData<'_>) -> Result<()> {
     match *data {
         MatrixData::Dense { format, bytes } => check(name, format, bytes),
@@ -18,6 +21,9 @@ pub fn check_matrix(name: &str, data: &MatrixData<'_>) -> Result<()> {
 }
 
 /// Fails if any of the little-endian floats is a NaN or an infinity.
+///
+/// # Errors
+/// [`Error::Invalid`] naming `name` and the element.
 pub fn check(name: &str, format: WeightFormat, bytes: &[u8]) -> Result<()> {
     match first_non_finite(format, bytes) {
         Some(index) => Err(not_finite(name, index)),

@@ -33,6 +33,9 @@ pub struct Hub {
 
 impl Hub {
     /// As the environment says.
+    ///
+    /// # Errors
+    /// No home folder; as [`Self::new`].
     pub fn from_env() -> Result<Self> {
         let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let home = match set("HF_HOME") {
@@ -55,6 +58,10 @@ impl Hub {
         Self::new(&cache, &endpoint, token.filter(|token| !token.is_empty()))
     }
 
+    /// A hub at `endpoint`, whose files are kept in `cache`.
+    ///
+    /// # Errors
+    /// An endpoint that is no address.
     pub fn new(cache: &Path, endpoint: &str, token: Option<String>) -> Result<Self> {
         let plain = endpoint.chars().all(|c| c.is_ascii_graphic());
         if !plain || !(endpoint.starts_with("https://") || endpoint.starts_with("http://")) {
@@ -81,6 +88,9 @@ impl Hub {
     }
 
     /// Downloads what a model needs, files already there left out, and returns its folder.
+    ///
+    /// # Errors
+    /// What the hub answered; a repository without a model; a folder that cannot be written to.
     pub fn fetch(&self, repo: &str, revision: Option<&str>, show_progress: bool) -> Result<PathBuf> {
         let api = ApiBuilder::from_cache(Cache::new(self.cache.clone()))
             .with_endpoint(self.endpoint.clone())

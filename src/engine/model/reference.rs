@@ -1,11 +1,11 @@
 //! What `--model` names: built-in synthetic weights, a folder, or a repository of the Hugging Face hub.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::presets;
-use crate::{Error, Result};
+use crate::{Error, Result, paths};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelRef {
@@ -20,8 +20,19 @@ pub enum ModelRef {
 impl FromStr for ModelRef {
     type Err = Error;
 
-    /// An existing path is a folder, whatever it looks like; `owner/name` that is no path is a hub id.
+    /// As [`Self::find`], relative to the working folder.
     fn from_str(text: &str) -> Result<Self> {
+        Self::find(text, Path::new(""))
+    }
+}
+
+impl ModelRef {
+    /// What `text` names: an existing path is a folder, whatever it looks like; `owner/name` that is no path is a hub id.
+    /// A relative path is looked for in `folder` (empty: the working folder), then in the working folder.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is none of these.
+    pub fn find(text: &str, folder: &Path) -> Result<Self> {
         if let Some(preset) = text.strip_prefix("synthetic:") {
             presets::find(preset)?;
             return Ok(Self::Synthetic { preset: preset.to_string() });
@@ -29,8 +40,9 @@ impl FromStr for ModelRef {
         if text.is_empty() {
             return Err(Error::invalid("the model's name is empty", WHAT_IS_ALLOWED));
         }
-        if std::path::Path::new(text).exists() {
-            return Ok(Self::Folder(PathBuf::from(text)));
+        let path = paths::find(folder, Path::new(text));
+        if path.exists() {
+            return Ok(Self::Folder(path));
         }
         let (repo, revision) = match text.split_once('@') {
             Some((repo, revision)) => (repo, Some(revision.to_string())),
@@ -45,7 +57,11 @@ impl FromStr for ModelRef {
                 format!("for seeded random weights of that shape write `synthetic:{text}`"),
             ));
         }
-        Err(Error::invalid(format!("there is no model folder at `{text}`"), WHAT_IS_ALLOWED))
+        let places = match folder.as_os_str().is_empty() || Path::new(text).is_absolute() {
+            true => String::new(),
+            false => format!(", neither in {} nor in the working folder", folder.display()),
+        };
+        Err(Error::invalid(format!("there is no model folder at `{text}`{places}"), WHAT_IS_ALLOWED))
     }
 }
 

@@ -2,7 +2,7 @@
 //! the same model. One tensor at a time: memory stays small whatever the model's size.
 //!
 //! 16-bit matrices are written as they are; 4-bit ones as compressed-tensors pack-quantized with zero points, whose
-//! words are those of [`synthetic`].
+//! words are those of [`mod@synthetic`].
 
 use std::io::{BufWriter, Write};
 use std::path::Path;

@@ -63,6 +63,7 @@ pub struct Attention {
 /// Rotation of the first `rotary_dim` dims of a head, in pairs (i, i + rotary_dim/2).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
+    /// Base of the angles: position * theta^(-2i / rotary_dim) for pair i.
     pub theta: f64,
     pub rotary_dim: usize,
     pub scaling: RopeScaling,
@@ -128,7 +129,7 @@ impl DeltaNet {
         self.value_heads * self.value_dim
     }
 
-    /// Elements of one layer's recurrent state, stored as [value_heads][value_dim][key_dim].
+    /// Elements of one layer's recurrent state, stored as `[value_heads][value_dim][key_dim]`.
     pub fn state_elements(&self) -> usize {
         self.value_heads * self.value_dim * self.key_dim
     }

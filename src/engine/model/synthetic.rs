@@ -36,7 +36,7 @@ pub fn unit(std: f32) -> f32 {
     std * (1.732_050_8 / 16_777_216.0)
 }
 
-/// An f32 from 32 random bits: the upper 24 as an odd integer, times [`unit`]. Never zero, exactly symmetric.
+/// An f32 from 32 random bits: the upper 24 as an odd integer, times [`unit()`]. Never zero, exactly symmetric.
 #[inline(always)]
 pub fn from_bits(bits: u32, unit: f32) -> f32 {
     let odd = 2 * (bits >> 8) as i32 + 1 - 16_777_216;

@@ -9,12 +9,21 @@ use crate::Result;
 /// `layers.0.input_layernorm.weight`, `norm.weight`.
 pub trait Weights: Send + Sync {
     /// A linear module's matrix as stored.
+    ///
+    /// # Errors
+    /// A tensor that is missing, damaged or of another shape, naming it.
     fn linear(&self, linear: &Linear) -> Result<MatrixData<'_>>;
 
     /// The embedding table, [vocab_size, hidden_size].
+    ///
+    /// # Errors
+    /// As [`Self::linear`].
     fn embedding(&self) -> Result<MatrixData<'_>>;
 
     /// Any other tensor (norm, bias, convolution, A_log, dt_bias) widened to f32, with `elements` values.
+    ///
+    /// # Errors
+    /// As [`Self::linear`].
     fn vector(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
 
     /// All that was asked for so far has been copied: the memory it was read into may go back to the system.

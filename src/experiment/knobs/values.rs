@@ -23,6 +23,9 @@ pub(super) fn parse_bytes(text: &str) -> Option<i64> {
 }
 
 /// Splits `knob=value` as given to `--set`.
+///
+/// # Errors
+/// No `=`, an unknown knob (with the nearest), a value that it does not take.
 pub fn parse_assignment(text: &str) -> Result<(&'static Knob, Setting)> {
     let Some((name, value)) = text.split_once('=') else {
         return Err(Error::invalid(
@@ -36,6 +39,9 @@ pub fn parse_assignment(text: &str) -> Result<(&'static Knob, Setting)> {
 
 /// A list of values as typed: `1,4,16`, and ranges `1..256*2` (times 2) or `1..9+4` (plus 4; `1..4` steps by 1),
 /// both ends included.
+///
+/// # Errors
+/// A value that the knob does not take, one given twice, none at all.
 pub fn parse_values(knob: &Knob, text: &str) -> Result<Vec<Setting>> {
     let mut settings = Vec::new();
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {

@@ -13,6 +13,9 @@ pub struct PlanOptions {
     /// The declared experiment, or `sweep`.
     pub experiment: String,
     pub experiments_file: Option<PathBuf>,
+    /// As [`super::Plan::folder`].
+    #[serde(skip)]
+    pub folder: PathBuf,
     pub device: String,
     pub values: Option<String>,
     /// Names of the arms to run, `*` for any letters; none: all.

@@ -32,6 +32,7 @@ pub struct Total {
     pub cells: usize,
     pub judged: usize,
     pub holds: usize,
+    /// Distances from the published figures, as shares of them.
     pub median_error: f64,
     pub worst_judged_error: f64,
 }

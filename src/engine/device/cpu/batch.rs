@@ -21,8 +21,11 @@ pub enum OwnedWant {
 #[derive(Debug, Clone)]
 pub struct Sequence {
     pub request: RequestId,
+    /// Of its recurrent states.
     pub slot: usize,
+    /// Ids of its KV blocks, in the order of its tokens.
     pub blocks: Vec<u32>,
+    /// Tokens in the caches before the step.
     pub context: usize,
     pub input: OwnedInput,
     pub drafts: Vec<u32>,

@@ -41,6 +41,9 @@ const READERS: [ReadFn; 8] = [
 ];
 
 /// Measures all ceilings; about two seconds.
+///
+/// # Errors
+/// Memory that the system does not give.
 pub fn measure(pool: &mut Pool, isa: Isa, peak: &Peak) -> Result<Ceilings> {
     let mut read = 0f64;
     for (mib, huge) in READ_BLOCKS {
@@ -73,6 +76,9 @@ pub fn measure(pool: &mut Pool, isa: Isa, peak: &Peak) -> Result<Ceilings> {
 /// this moment: a sixth of a second at 46 GB/s. The block is given back, so that it is never in a plan's way.
 ///
 /// A model that a step finds in the L3 in part is set beside a block that is found there in the same part.
+///
+/// # Errors
+/// Memory that the system does not give.
 pub fn now(pool: &mut Pool, isa: Isa, peak: &Peak, bytes: usize) -> Result<(f64, f64)> {
     let bytes = bytes.clamp(*SHORT_BLOCK.start(), *SHORT_BLOCK.end()) / PART_BYTES * PART_BYTES;
     let buffer = Buffer::zeroed(bytes)?;

@@ -21,6 +21,7 @@ use half::{bf16, f16};
 use super::memory::{Buffer, Shared};
 use super::pool::Pool;
 use crate::engine::config::CpuMath;
+use crate::engine::model::dequant::{Int4Source, rows_to_f32};
 use crate::engine::model::layout::WeightFormat;
 use crate::engine::model::weights::MatrixData;
 use crate::{Error, Result};
@@ -130,10 +131,7 @@ impl Matrix {
         let zeros = scales + (scale_bytes * panels).next_multiple_of(64);
         let bytes = packing.bytes(rows, cols);
         if arena.used + bytes > arena.buffer.len() {
-            return Err(Error::failed(
-                format!("{name}: weights need more memory than was planned"),
-                "this is a fault of the program: please report it",
-            ));
+            return Err(Error::bug(format!("{name}: weights need more memory than was planned")));
         }
         arena.used += bytes;
         let matrix = Self { rows, cols, packing, buffer: Arc::clone(&arena.buffer), weights, scales, zeros };
@@ -250,8 +248,8 @@ impl Matrix {
 
     /// Packs one panel; Err is a row with a weight or scale that is not finite.
     fn pack_panel(&self, panel: usize, data: &MatrixData<'_>) -> Result<(), usize> {
-        if let Packing::Int4 { group, zero_points, .. } = self.packing {
-            return self.pack_int4(panel, data, group, zero_points);
+        if let Some(source) = Int4Source::new(data, self.rows, self.cols) {
+            return self.pack_int4(panel, &source);
         }
         let (weights, _, _) = self.panel(panel);
         let (bytes, _, _) = self.packing.panel_bytes(self.cols);
@@ -259,7 +257,7 @@ impl Matrix {
         let out = unsafe { Shared(weights.cast_mut()).part(0, bytes) };
         let mut values = vec![0f32; self.cols];
         for (lane, row) in (panel * PANEL..self.rows.min((panel + 1) * PANEL)).enumerate() {
-            read_dense_row(data, row, self.cols, &mut values);
+            rows_to_f32(data, self.rows, self.cols, row..row + 1, &mut values);
             if !values.iter().all(|value| value.is_finite()) {
                 return Err(row);
             }
@@ -289,13 +287,7 @@ impl Matrix {
         Ok(())
     }
 
-    fn pack_int4(
-        &self,
-        panel: usize,
-        data: &MatrixData<'_>,
-        group: usize,
-        zero_points: bool,
-    ) -> Result<(), usize> {
+    fn pack_int4(&self, panel: usize, source: &Int4Source<'_>) -> Result<(), usize> {
         let (weights, scales, zeros) = self.panel(panel);
         let (weight_bytes, scale_bytes, zero_bytes) = self.packing.panel_bytes(self.cols);
         // SAFETY: as in `pack_panel`; the three parts do not overlap.
@@ -306,22 +298,20 @@ impl Matrix {
                 Shared(zeros.cast_mut()).part(0, zero_bytes),
             )
         };
-        let source = Int4Source { data, rows: self.rows, cols: self.cols, group };
         for (lane, row) in (panel * PANEL..self.rows.min((panel + 1) * PANEL)).enumerate() {
             for (block, slot) in words.chunks_exact_mut(PANEL).enumerate() {
                 let mut word = 0;
                 for i in 0..8 {
-                    word |= source.weight(row, 8 * block + i) << (4 * nibble_of(i));
+                    word |= source.value(row, 8 * block + i) << (4 * nibble_of(i));
                 }
                 slot[lane] = word;
             }
-            for g in 0..self.cols / group {
-                let (bits, finite) = source.scale(row, g);
-                if !finite {
+            for g in 0..self.cols / source.group {
+                if !source.scale(row, g).is_finite() {
                     return Err(row);
                 }
-                scales[g * PANEL + lane] = bits;
-                if zero_points {
+                scales[g * PANEL + lane] = source.scale_bits(row, g);
+                if !zeros.is_empty() {
                     let zero = source.zero(row, g) as u8;
                     zeros[g * PANEL / 2 + lane % 16] |= if lane < 16 { zero } else { zero << 4 };
                 }
@@ -334,110 +324,6 @@ impl Matrix {
 /// Where column `i` of eight lies in a word: even columns in the low half, odd ones in the high half.
 pub fn nibble_of(i: usize) -> usize {
     i / 2 + 4 * (i % 2)
-}
-
-fn read_dense_row(data: &MatrixData<'_>, row: usize, cols: usize, out: &mut [f32]) {
-    use crate::engine::model::synthetic;
-    match *data {
-        MatrixData::Dense { format: WeightFormat::F32, bytes } => {
-            let bytes = &bytes[4 * row * cols..4 * (row + 1) * cols];
-            for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(4)) {
-                *out = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-            }
-        }
-        MatrixData::Dense { format, bytes } => {
-            let bytes = &bytes[2 * row * cols..2 * (row + 1) * cols];
-            for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
-                *out = match format {
-                    WeightFormat::F16 => f16::from_bits(bits).to_f32(),
-                    _ => bf16::from_bits(bits).to_f32(),
-                };
-            }
-        }
-        MatrixData::Synthetic { format, seed, std } => {
-            synthetic::fill_f32(seed, (row * cols) as u64, std, out);
-            match format {
-                WeightFormat::F16 => out.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
-                WeightFormat::Bf16 => out.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
-                _ => {}
-            }
-        }
-        // 4-bit matrices are packed by `pack_int4`.
-        MatrixData::Awq { .. } | MatrixData::CompressedTensors { .. } => out.fill(0.0),
-    }
-}
-
-/// Reads single values of a 4-bit matrix in any of its published layouts.
-struct Int4Source<'a> {
-    data: &'a MatrixData<'a>,
-    rows: usize,
-    cols: usize,
-    group: usize,
-}
-
-/// AutoAWQ puts row 8c + j of a word at this nibble.
-const AWQ_NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
-
-fn word(bytes: &[u8], index: usize) -> u32 {
-    let at = 4 * index;
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-impl Int4Source<'_> {
-    fn weight(&self, row: usize, col: usize) -> u32 {
-        match *self.data {
-            MatrixData::Awq { qweight, .. } => {
-                word(qweight, col * (self.rows / 8) + row / 8) >> (4 * AWQ_NIBBLE[row % 8]) & 15
-            }
-            MatrixData::CompressedTensors { packed, .. } => {
-                word(packed, row * (self.cols / 8) + col / 8) >> (4 * (col % 8)) & 15
-            }
-            MatrixData::Synthetic { seed, .. } => {
-                crate::engine::model::synthetic::int4_value(seed, (row * self.cols + col) as u64)
-            }
-            MatrixData::Dense { .. } => 0,
-        }
-    }
-
-    fn zero(&self, row: usize, g: usize) -> u32 {
-        let groups = self.cols / self.group;
-        match *self.data {
-            MatrixData::Awq { qzeros, .. } => {
-                word(qzeros, g * (self.rows / 8) + row / 8) >> (4 * AWQ_NIBBLE[row % 8]) & 15
-            }
-            MatrixData::CompressedTensors { zero_points: Some(zeros), .. } => {
-                word(zeros, row / 8 * groups + g) >> (4 * (row % 8)) & 15
-            }
-            MatrixData::Synthetic { seed, .. } => {
-                u32::from(crate::engine::model::synthetic::int4_zero_point(seed, (row * groups + g) as u64))
-            }
-            _ => 8,
-        }
-    }
-
-    /// The scale's bits, and whether it is finite.
-    fn scale(&self, row: usize, g: usize) -> (u16, bool) {
-        let at = |bytes: &[u8], index: usize| u16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]);
-        match *self.data {
-            MatrixData::Awq { scales, .. } => {
-                let bits = at(scales, g * self.rows + row);
-                (bits, f16::from_bits(bits).is_finite())
-            }
-            MatrixData::CompressedTensors { scales, scale_format, .. } => {
-                let bits = at(scales, row * (self.cols / self.group) + g);
-                let finite = match scale_format {
-                    WeightFormat::Bf16 => bf16::from_bits(bits).is_finite(),
-                    _ => f16::from_bits(bits).is_finite(),
-                };
-                (bits, finite)
-            }
-            MatrixData::Synthetic { std, .. } => {
-                (crate::engine::model::synthetic::int4_scale(std).to_bits(), true)
-            }
-            MatrixData::Dense { .. } => (0, true),
-        }
-    }
 }
 
 /// Checks the sizes that packing relies on.

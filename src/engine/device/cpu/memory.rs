@@ -191,7 +191,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// Memory of the machine, or of the container where that can be read.
+/// Memory of the machine, or of the container where that can be read, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     pub total: u64,

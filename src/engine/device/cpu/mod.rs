@@ -62,6 +62,9 @@ pub struct CpuDevice {
 
 impl CpuDevice {
     /// `threads`: workers, the calling thread included; `None` is one a core.
+    ///
+    /// # Errors
+    /// A number of threads out of bounds.
     pub fn new(threads: Option<usize>) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = threads.unwrap_or(cores);
@@ -132,23 +135,23 @@ impl Device for CpuDevice {
         memory::memory().free
     }
 
-    fn ceilings(&mut self) -> Result<Ceilings> {
+    fn ceilings(&mut self) -> Result<Option<Ceilings>> {
         let mut pool = lock(&self.pool);
         let threads = pool.threads();
         match &self.ceilings {
             Some((peak, of_threads, ceilings)) if *peak == self.peak && *of_threads == threads => {
-                Ok(*ceilings)
+                Ok(Some(*ceilings))
             }
             _ => {
                 let ceilings = ceilings::measure(&mut pool, Isa::detect(), &self.peak)?;
                 self.ceilings = Some((self.peak.clone(), threads, ceilings));
-                Ok(ceilings)
+                Ok(Some(ceilings))
             }
         }
     }
 
     fn ceilings_now(&mut self) -> Result<Option<Ceilings>> {
-        let known = self.ceilings()?;
+        let Some(known) = self.ceilings()? else { return Ok(None) };
         let mut pool = lock(&self.pool);
         let (read, flops) = ceilings::now(&mut pool, Isa::detect(), &self.peak, self.streamed_bytes)?;
         Ok(Some(Ceilings { read_bytes_per_s: read, flops_per_s: flops, ..known }))

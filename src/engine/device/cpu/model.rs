@@ -23,11 +23,14 @@ pub enum MixerWeights {
 }
 
 pub struct LayerWeights {
+    /// [hidden], as is `post_norm`, which is in front of the MLP.
     pub input_norm: Vec<f32>,
     pub post_norm: Vec<f32>,
     pub mixer: MixerWeights,
+    /// [intermediate, hidden], as is `up`.
     pub gate: Matrix,
     pub up: Matrix,
+    /// [hidden, intermediate].
     pub down: Matrix,
 }
 

@@ -12,6 +12,10 @@ use crate::{Error, Result};
 
 const RUNS: usize = 8;
 
+/// Measures all ceilings by kernels of their own.
+///
+/// # Errors
+/// A kernel that does not compile or load; no memory; a failure of the driver.
 pub fn measure(gpu: &Gpu) -> Result<Ceilings> {
     let stream = Stream::new(gpu)?;
     let facts = gpu.facts();

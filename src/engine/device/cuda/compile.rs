@@ -56,7 +56,7 @@ pub const ANY_LATER: i32 = i32::MAX;
 /// Targets that must always compile; a GPU at run time may be another.
 pub const TARGETS: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"];
 
-const HEADERS: [(&str, &str); 9] = [
+const HEADERS: [(&str, &str); 11] = [
     ("half.cuh", include_str!("../../../../cuda/half.cuh")),
     ("fp16.cuh", include_str!("../../../../cuda/fp16.cuh")),
     ("int4.cuh", include_str!("../../../../cuda/int4.cuh")),
@@ -65,6 +65,8 @@ const HEADERS: [(&str, &str); 9] = [
     ("best.cuh", include_str!("../../../../cuda/best.cuh")),
     ("wgmma.cuh", include_str!("../../../../cuda/wgmma.cuh")),
     ("cluster.cuh", include_str!("../../../../cuda/cluster.cuh")),
+    ("step.cuh", include_str!("../../../../cuda/step.cuh")),
+    ("delta.cuh", include_str!("../../../../cuda/delta.cuh")),
     ("delta_prefill.cuh", include_str!("../../../../cuda/delta_prefill.cuh")),
 ];
 
@@ -87,12 +89,18 @@ fn options(unit: &Unit, target: &str) -> Vec<String> {
 }
 
 /// Compiles without the cache.
+///
+/// # Errors
+/// The compiler's own message, naming file and line.
 pub fn compile(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> Result<Compiled> {
     nvrtc.compile(unit.file, unit.source, &HEADERS, &options(unit, target))
 }
 
 /// Machine code of `unit` for `target`: from the cache, else compiled and put there. A cache that cannot be read or
 /// written costs time, nothing else.
+///
+/// # Errors
+/// As [`compile`].
 pub fn cubin(nvrtc: &Nvrtc, unit: &Unit, target: &str) -> Result<Vec<u8>> {
     let path = cache_folder().map(|folder| folder.join(format!("{}.cubin", key(nvrtc, unit, target))));
     if let Some(bytes) = path.as_ref().and_then(|path| fs::read(path).ok()) {
@@ -176,8 +184,12 @@ pub fn resources(log: &str) -> Result<Vec<Resources>> {
                 + number_before(line, " bytes spill loads").unwrap_or(0);
         }
         if line.contains("Used ") && line.contains(" registers") {
-            last.registers = number_before(line, " registers")
-                .ok_or_else(|| Error::failed(format!("no register count in: {line}"), ""))?;
+            last.registers = number_before(line, " registers").ok_or_else(|| {
+                Error::failed(
+                    format!("no register count in: {line}"),
+                    "this version of NVRTC writes its log in another form: use 12 or 13",
+                )
+            })?;
             last.shared_bytes = number_before(line, " bytes smem").unwrap_or(0);
         }
     }

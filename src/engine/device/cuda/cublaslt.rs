@@ -229,6 +229,9 @@ impl CublasLt {
 
     /// Queues y[rows, n] = x Wᵀ (or += for [`Sums::Added`]).
     ///
+    /// # Errors
+    /// A status of the library's, by name; a shape it has no product for.
+    ///
     /// # Safety
     /// `x` [rows, k], `w` [n, k] and `y` are valid device addresses until the work is done.
     pub unsafe fn product(&self, stream: &Stream, x: u64, w: u64, y: u64, shape: Shape) -> Result<()> {
@@ -288,6 +291,9 @@ impl CublasLt {
     /// Chooses the algorithms of `families` by timing, for every bucket of rows from `least` to the family's own; what an
     /// earlier run on this GPU and version has found is not timed again. Takes some ten milliseconds a shape; returns how many
     /// shapes it timed. `rival` is timed beside them where it is for as many rows.
+    ///
+    /// # Errors
+    /// A status of the library's, by name; a shape it has no product for.
     ///
     /// # Safety
     /// `x_bytes` of fp16 at `x` (numbers like those of real rows: how fast a product is depends on its power), and the
@@ -460,7 +466,10 @@ impl CublasLt {
         };
         check(status, "cublasLtMatmulAlgoGetHeuristic")?;
         if count == 0 {
-            return Err(Error::failed(format!("cuBLASLt has no product for {shape:?}"), ""));
+            return Err(Error::failed(
+                format!("cuBLASLt has no product for {shape:?}"),
+                "another version of the library may have one; without the library the program's own products are used",
+            ));
         }
         Ok(found[..count as usize].iter().map(|result| result.algo).collect())
     }

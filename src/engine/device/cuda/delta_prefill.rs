@@ -92,7 +92,7 @@ impl DeltaShape {
 pub struct Layer {
     /// fp16 [rows, pitch]: u, z, b, a of the in-projections.
     pub mixed: u64,
-    /// fp32 [4][channels].
+    /// fp32 `[4][channels]`.
     pub taps: u64,
     pub a_log: u64,
     pub dt_bias: u64,
@@ -180,6 +180,9 @@ impl DeltaPrefill {
 
     /// Queues one layer's mixer for all prompt chunks: reads `mixed`, state and window, writes `out`, state and window.
     /// `pieces` and `chunks` are device addresses of the work's lists.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// The layer's pointers are valid for the rows and slots of `work`, which fits the workspace, until the work is done.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libloading::Library;
 
 use super::driver::Gpu;
-use super::kernels::delta::{Delta, WRITE_INTERVAL};
+use super::kernels::delta::Delta;
 use super::session::CudaSession;
 use super::weights::{self, GpuWeights};
 use super::{ceilings, compile, cublaslt, libraries, units};
@@ -13,6 +13,7 @@ use crate::Result;
 use crate::engine::account::Ceilings;
 use crate::engine::clock::Clock;
 use crate::engine::config::{CacheDtype, CudaKernels, EngineConfig};
+use crate::engine::device::deferred_states::WRITE_INTERVAL;
 use crate::engine::device::{
     CachePlan, Compiled, Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, Session,
     choose_last_layer,
@@ -84,13 +85,11 @@ impl Device for CudaDevice {
         self.gpu.memory().map_or(0, |(free, _)| free)
     }
 
-    fn ceilings(&mut self) -> Result<Ceilings> {
-        if let Some(known) = self.ceilings {
-            return Ok(known);
+    fn ceilings(&mut self) -> Result<Option<Ceilings>> {
+        if self.ceilings.is_none() {
+            self.ceilings = Some(ceilings::measure(&self.gpu)?);
         }
-        let measured = ceilings::measure(&self.gpu)?;
-        self.ceilings = Some(measured);
-        Ok(measured)
+        Ok(self.ceilings)
     }
 
     fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {

@@ -47,6 +47,9 @@ pub struct GpuFacts {
 }
 
 /// Turns a driver code into an error that says what was being done.
+///
+/// # Errors
+/// Any code but success.
 pub fn check(code: Result<(), result::DriverError>, what: impl FnOnce() -> String) -> Result<()> {
     code.map_err(|error| failure(error, what))
 }
@@ -95,7 +98,7 @@ fn driver() -> Result<(i32, i32)> {
             result::init().map_err(|error| {
                 let Error::Failed { fact, .. } = failure(error, || "the driver does not start".to_string())
                 else {
-                    return Error::failed("the driver does not start", "");
+                    return Error::bug("the driver does not start");
                 };
                 Error::invalid(fact, "nvidia-smi shows whether the driver sees a GPU; or use --device cpu")
             })?;
@@ -272,6 +275,9 @@ impl Gpu {
     }
 
     /// Makes the context current on this thread.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained as long as `self` lives.
         let code = unsafe { result::ctx::set_current(self.inner.context) };
@@ -279,6 +285,9 @@ impl Gpu {
     }
 
     /// Free and total bytes of the GPU's memory now.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn memory(&self) -> Result<(u64, u64)> {
         self.bind()?;
         let (free, total) =
@@ -287,22 +296,28 @@ impl Gpu {
     }
 
     /// Waits for everything queued on this GPU.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         check(result::ctx::synchronize(), || "waiting for the GPU".to_string())
     }
 
     /// A kernel of `unit`, compiling (or reading from the cache) and loading its module at the first call.
+    ///
+    /// # Errors
+    /// A unit that is not for this GPU; as [`compile::cubin`]; a failure of the driver.
     pub fn kernel(&self, unit: &Unit, name: &'static str) -> Result<Kernel> {
         let facts = &self.inner.facts;
         if !unit.supports(facts.capability) {
-            return Err(Error::failed(
-                format!("{} is not for compute capability {}", unit.file, facts.capability),
-                "",
-            ));
+            return Err(Error::bug(format!(
+                "{} is not for compute capability {}",
+                unit.file, facts.capability
+            )));
         }
         let module = self.module(unit)?;
-        let symbol = CString::new(name).map_err(|_| Error::failed(format!("kernel name {name:?}"), ""))?;
+        let symbol = CString::new(name).map_err(|_| Error::bug(format!("kernel name {name:?}")))?;
         let loading = |error| failure(error, || format!("loading kernel {name} of {}", unit.file));
         // SAFETY: the module is loaded and stays so; attributes are read from and set on a valid function.
         unsafe {
@@ -387,12 +402,18 @@ impl Gpu {
     }
 
     /// Path and version of the compiler in use.
+    ///
+    /// # Errors
+    /// No NVRTC was found.
     pub fn compiler(&self) -> Result<String> {
         let nvrtc = self.nvrtc()?;
         Ok(format!("{}.{} ({})", nvrtc.version.0, nvrtc.version.1, nvrtc.path.display()))
     }
 
     /// Uninitialised memory.
+    ///
+    /// # Errors
+    /// No memory; a failure of the driver.
     pub fn allocate(&self, bytes: u64) -> Result<DeviceBuffer> {
         self.bind()?;
         // SAFETY: freed once, in `DeviceBuffer::drop`. Zero-sized buffers get a byte so that every pointer is valid.
@@ -401,6 +422,10 @@ impl Gpu {
         Ok(DeviceBuffer { gpu: self.clone(), pointer, bytes, whole: None })
     }
 
+    /// Memory of zeros.
+    ///
+    /// # Errors
+    /// As [`Self::allocate`].
     pub fn allocate_zeroed(&self, bytes: u64) -> Result<DeviceBuffer> {
         let buffer = self.allocate(bytes)?;
         // SAFETY: the buffer holds at least `bytes`.
@@ -411,6 +436,9 @@ impl Gpu {
     }
 
     /// A buffer holding `values`.
+    ///
+    /// # Errors
+    /// As [`Self::allocate`].
     pub fn upload<T: plain::Plain>(&self, values: &[T]) -> Result<DeviceBuffer> {
         let buffer = self.allocate(size_of_val(values) as u64)?;
         buffer.write(0, values)?;
@@ -418,6 +446,9 @@ impl Gpu {
     }
 
     /// Page-locked host memory, which the GPU reads and writes without a staging copy.
+    ///
+    /// # Errors
+    /// Memory that the system does not let be locked.
     pub fn allocate_pinned(&self, bytes: usize) -> Result<PinnedBuffer> {
         self.bind()?;
         // SAFETY: freed once, in `PinnedBuffer::drop`.

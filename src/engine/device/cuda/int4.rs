@@ -84,6 +84,10 @@ pub struct Packer {
 }
 
 impl Packer {
+    /// A packer with its kernels loaded.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or load; no memory.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         Ok(Self {
             gpu: gpu.clone(),
@@ -107,7 +111,7 @@ impl Packer {
         to: &Matrix,
     ) -> Result<()> {
         let (MatrixFormat::Int4 { group, zero_points }, Some(side)) = (to.format, &to.scales) else {
-            return Err(Error::failed(format!("{name}: packing into a matrix that is not 4-bit"), ""));
+            return Err(Error::bug(format!("{name}: packing into a matrix that is not 4-bit")));
         };
         let mut packed = Packed {
             n: rows as u32,
@@ -152,10 +156,10 @@ impl Packer {
             _ => None,
         };
         if found != Some((group, zero_points)) {
-            return Err(Error::failed(
-                format!("{name} holds {found:?} where 4-bit weights in {:?} were expected", to.format),
-                "",
-            ));
+            return Err(Error::bug(format!(
+                "{name} holds {found:?} where 4-bit weights in {:?} were expected",
+                to.format
+            )));
         }
         let words = (to.rows * cols / 8) as u64;
         let scales = (to.rows / 2 * (cols / group)) as u64;

@@ -141,6 +141,10 @@ pub struct Stream {
 unsafe impl Send for Stream {}
 
 impl Stream {
+    /// A stream of its own, which waits for no other.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         gpu.bind()?;
         let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -170,6 +174,9 @@ impl Stream {
     }
 
     /// Notes work that a library queued, as `launch` does for a kernel.
+    ///
+    /// # Errors
+    /// Of a timed recording, a failure of the driver.
     pub fn note_library(&self, name: &'static str, cost: LaunchCost) -> Result<()> {
         self.note(name, cost, true)
     }
@@ -179,6 +186,9 @@ impl Stream {
     }
 
     /// Puts `kernel` on the stream.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// `args` match the kernel's parameters in number, size and order, and every pointer among them is valid for what the
@@ -254,6 +264,9 @@ impl Stream {
     }
 
     /// Begins to note launches; timed ones do not overlap meanwhile.
+    ///
+    /// # Errors
+    /// Of a timed recording, a failure of the driver.
     pub fn start_recording(&self, how: Record) -> Result<()> {
         let mut events = Vec::new();
         if how == Record::Time {
@@ -267,6 +280,9 @@ impl Stream {
     }
 
     /// The launches that `body` would make.
+    ///
+    /// # Errors
+    /// What `body` returns.
     pub fn count(&self, body: impl FnOnce() -> Result<()>) -> Result<Vec<Launched>> {
         self.start_recording(Record::Count)?;
         let done = body();
@@ -282,12 +298,18 @@ impl Stream {
     }
 
     /// Marks this point of the stream.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn record(&self, event: &Event) -> Result<()> {
         // SAFETY: both handles are live.
         check(unsafe { result::event::record(event.raw(), self.raw) }, || "recording an event".to_string())
     }
 
     /// Later work on this stream waits for `event`.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn wait_for(&self, event: &Event) -> Result<()> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both handles are live.
@@ -296,12 +318,22 @@ impl Stream {
         })
     }
 
+    /// Blocks until all work on this stream is done.
+    ///
+    /// # Errors
+    /// A failure of the driver, earlier work's too.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream is live.
         check(unsafe { result::stream::synchronize(self.raw) }, || "waiting for the stream".to_string())
     }
 
     /// Queues a copy of `bytes` from page-locked memory to the GPU.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
+    ///
+    /// # Panics
+    /// A range beyond the end of the page-locked buffer.
     ///
     /// # Safety
     /// The host bytes are not written, and both buffers live, until the copy is done.
@@ -317,6 +349,12 @@ impl Stream {
 
     /// Queues a copy of `bytes` from the GPU to page-locked memory.
     ///
+    /// # Errors
+    /// A failure of the driver, in its words.
+    ///
+    /// # Panics
+    /// A range beyond the end of the page-locked buffer.
+    ///
     /// # Safety
     /// The host bytes are neither read nor written, and both buffers live, until the copy is done.
     pub unsafe fn copy_out(&self, to: &PinnedBuffer, offset: usize, from: u64, bytes: usize) -> Result<()> {
@@ -331,6 +369,9 @@ impl Stream {
 
     /// Queues a copy within the GPU.
     ///
+    /// # Errors
+    /// A failure of the driver, in its words.
+    ///
     /// # Safety
     /// Both ranges are inside live buffers until the copy is done.
     pub unsafe fn copy_within(&self, to: u64, from: u64, bytes: u64) -> Result<()> {
@@ -340,6 +381,9 @@ impl Stream {
     }
 
     /// Queues zeroing of `bytes` at `to`.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     ///
     /// # Safety
     /// The range is inside a live buffer until the work is done.
@@ -381,6 +425,9 @@ impl Stream {
     }
 
     /// Queues a captured graph.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn launch_graph(&self, graph: &Graph) -> Result<()> {
         // SAFETY: the graph is live; what it points to is the promise of `capture`.
         check(unsafe { result::graph::launch(graph.executable, self.raw) }, || {

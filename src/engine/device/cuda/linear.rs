@@ -12,11 +12,18 @@ pub struct PlainLinear {
 }
 
 impl PlainLinear {
+    /// The product with its kernel loaded.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or load.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         Ok(Self { kernel: gpu.kernel(&units::LINEAR, "linear")? })
     }
 
     /// Queues y = x Wᵀ + bias for x fp16 [rows, W's columns]. Returns the parts written, 1 for every output.
+    ///
+    /// # Errors
+    /// A matrix or output that it is not for; a launch that the driver refuses.
     ///
     /// # Safety
     /// `x` and the output are valid for `rows` rows until the work is done.
@@ -29,7 +36,7 @@ impl PlainLinear {
         output: Output,
     ) -> Result<usize> {
         if w.format != MatrixFormat::F16 {
-            return Err(Error::failed("the plain product takes 16-bit matrices", ""));
+            return Err(Error::bug("the plain product takes 16-bit matrices"));
         }
         let (to, stride, kind, out_bytes) = match output {
             Output::Half { to, stride } => (to, stride, 0, 2 * w.rows),
@@ -37,7 +44,7 @@ impl PlainLinear {
             Output::SiluMul { to, stride } => (to, stride, 2, w.rows),
             Output::Partials { to, .. } => (to, w.rows, 1, 4 * w.rows),
             Output::Residual { .. } | Output::Best { .. } => {
-                return Err(Error::failed("the plain product only writes its sums", ""));
+                return Err(Error::bug("the plain product only writes its sums"));
             }
         };
         let grid = [w.rows.div_ceil(64) as u32, rows.div_ceil(64) as u32, 1];

@@ -39,7 +39,7 @@ pub struct Matrix {
     pub weights: DeviceBuffer,
     /// int4: scales (and zero points) in the products' own order.
     pub scales: Option<DeviceBuffer>,
-    /// fp32 [rows].
+    /// fp32 `[rows]`.
     pub bias: Option<DeviceBuffer>,
 }
 
@@ -56,7 +56,7 @@ impl Matrix {
         let part = |rows: &Range<usize>| {
             let whole_units = [rows.start, rows.end].iter().all(|row| row.is_multiple_of(UNIT));
             if format != MatrixFormat::F16 && !rows.is_empty() && !whole_units {
-                return Err(Error::failed(format!("rows {rows:?} of a 4-bit matrix"), ""));
+                return Err(Error::bug(format!("rows {rows:?} of a 4-bit matrix")));
             }
             let of = |whole: &Arc<DeviceBuffer>| {
                 let at = |row: usize| whole.bytes() * row as u64 / all.max(1) as u64;

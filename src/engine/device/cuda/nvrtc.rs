@@ -34,6 +34,9 @@ const NAMES: &[&str] = &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"];
 impl Nvrtc {
     /// Opens the newest-first candidate that is not newer than `driver` (major, minor; its cubins might not load there),
     /// else the first that opens.
+    ///
+    /// # Errors
+    /// None was found.
     pub fn find(driver: Option<(i32, i32)>) -> Result<Self> {
         let mut fallback = None;
         for path in libraries::candidates(NAMES) {
@@ -102,8 +105,7 @@ impl Nvrtc {
         options: &[String],
     ) -> Result<Compiled> {
         let c_string = |text: &str| {
-            CString::new(text)
-                .map_err(|_| Error::failed(format!("{name}: a zero byte in a kernel source"), ""))
+            CString::new(text).map_err(|_| Error::bug(format!("{name}: a zero byte in a kernel source")))
         };
         let source = c_string(source)?;
         let file = c_string(name)?;

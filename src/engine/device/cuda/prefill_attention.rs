@@ -28,6 +28,7 @@ pub struct Chunk {
 /// elements, multiples of 8). `block_tokens` is a multiple of 16.
 #[derive(Debug, Clone, Copy)]
 pub struct PagedKv {
+    /// Device addresses.
     pub keys: u64,
     pub values: u64,
     pub block_stride: u64,
@@ -141,6 +142,9 @@ impl PrefillAttention {
 
     /// Queues out = softmax(q kᵀ / sqrt(head_dim)) v, times sigmoid(gate) where there is one. `chunks` and `tiles_on_device`
     /// are device addresses of what [`Self::tiles`] was made from and its list.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Every pointer is valid for the rows, blocks and tables that the chunks name, until the work is done.

@@ -199,6 +199,9 @@ impl Products {
     /// Lets cuBLASLt find the fastest algorithms for the 16-bit matrices of `uses` with up to `rows` rows. Returns how many
     /// shapes had to be timed.
     ///
+    /// # Errors
+    /// As [`CublasLt::tune`](super::cublaslt::CublasLt::tune).
+    ///
     /// # Safety
     /// Outputs are valid for `rows` rows, and x for `x_bytes` of fp16; what the outputs hold is lost.
     pub unsafe fn tune(
@@ -268,6 +271,9 @@ impl Products {
     }
 
     /// Queues y = x Wᵀ + bias for x fp16 [rows, W's columns]. Returns the parts written (1 unless the output is parts).
+    ///
+    /// # Errors
+    /// A launch that the driver or cuBLASLt refuses.
     ///
     /// # Safety
     /// `x` and the output are valid for `rows` rows until the work is done.
@@ -403,7 +409,7 @@ impl Products {
                 return Ok(1);
             }
             let Some(scratch) = &self.gate_up else {
-                return Err(Error::failed("no room for gate and up", ""));
+                return Err(Error::bug("no room for gate and up"));
             };
             let columns = w.rows / 2;
             let most = (scratch.bytes() as usize / (2 * w.rows)).max(1);

@@ -95,6 +95,10 @@ pub struct CudaSession {
 }
 
 impl CudaSession {
+    /// Pools, buffers and kernels for the plan; graphs are captured as steps need them.
+    ///
+    /// # Errors
+    /// No memory for pools and buffers; a kernel that does not compile or load.
     pub fn new(
         gpu: &Gpu,
         spec: &ModelSpec,

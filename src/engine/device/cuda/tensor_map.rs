@@ -40,6 +40,9 @@ impl TensorMap {
     }
 
     /// As [`Self::halves`], not swizzled.
+    ///
+    /// # Errors
+    /// A shape that the driver does not take.
     pub fn halves_in_order(
         address: u64,
         sizes: [u64; 4],
@@ -51,6 +54,9 @@ impl TensorMap {
     }
 
     /// As [`Self::halves`], fp32.
+    ///
+    /// # Errors
+    /// A shape that the driver does not take.
     pub fn floats(address: u64, sizes: [u64; 4], strides: [u64; 3], extent: [u32; 4]) -> Result<Self> {
         use sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT32 as FLOAT32;
         Self::new(How::of(FLOAT32, 4), address, &sizes, &strides, &extent)
@@ -58,6 +64,9 @@ impl TensorMap {
 
     /// A matrix of halves, [rows, columns], rows `stride` elements apart, as boxes of [rows, columns]; otherwise as [`Self::halves`],
     /// and writes outside are left out.
+    ///
+    /// # Errors
+    /// A shape that the driver does not take.
     pub fn halves_matrix(
         address: u64,
         (rows, columns): (usize, usize),
@@ -71,6 +80,9 @@ impl TensorMap {
 
     /// As [`Self::halves_matrix`], for boxes of 128 bytes a row that pass through the L2 once. Elsewhere a miss brings 256 bytes, and
     /// of a stream that the L2 is told to drop first it has dropped one half in ten again before that is asked for.
+    ///
+    /// # Errors
+    /// A shape that the driver does not take.
     pub fn streamed_matrix(
         address: u64,
         (rows, columns): (usize, usize),
@@ -84,6 +96,9 @@ impl TensorMap {
     }
 
     /// As [`Self::halves_matrix`], fp32.
+    ///
+    /// # Errors
+    /// A shape that the driver does not take.
     pub fn floats_matrix(
         address: u64,
         (rows, columns): (usize, usize),

@@ -63,6 +63,10 @@ pub struct Uploader {
 }
 
 impl Uploader {
+    /// An uploader with its kernels loaded; staging buffers follow with the first matrix that needs them.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or load; no memory.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         Ok(Self {
             gpu: gpu.clone(),
@@ -112,7 +116,7 @@ impl Uploader {
         let last_row =
             last / u64::from(place.block) * u64::from(place.spread) + last % u64::from(place.block);
         if (last_row + u64::from(place.first) + 1) * cols as u64 * 2 > to.bytes() {
-            return Err(Error::failed(format!("{name} does not fit the matrix it is part of"), ""));
+            return Err(Error::bug(format!("{name} does not fit the matrix it is part of")));
         }
         match *data {
             MatrixData::Synthetic { format, seed, std } => {
@@ -120,7 +124,7 @@ impl Uploader {
             }
             MatrixData::Dense { format, bytes } => self.dense(name, format, bytes, rows, cols, to, place),
             MatrixData::Awq { .. } | MatrixData::CompressedTensors { .. } => {
-                Err(Error::failed(format!("{name} holds 4-bit weights where 16-bit ones were expected"), ""))
+                Err(Error::bug(format!("{name} holds 4-bit weights where 16-bit ones were expected")))
             }
         }
     }
@@ -177,7 +181,7 @@ impl Uploader {
             WeightFormat::Bf16 => (1, 2),
             WeightFormat::F32 => (2, 4),
             WeightFormat::Int4 { .. } => {
-                return Err(Error::failed(format!("{name}: 4-bit data given as dense"), ""));
+                return Err(Error::bug(format!("{name}: 4-bit data given as dense")));
             }
         };
         if bytes.len() != rows * cols * size {

@@ -18,8 +18,10 @@ pub struct GpuWeights {
     /// fp16 [vocabulary, hidden]; also the head when that is tied.
     pub embedding: Matrix,
     pub head: Option<Matrix>,
+    /// fp32 `[hidden]`.
     pub final_norm: DeviceBuffer,
     pub layers: Vec<Layer>,
+    /// Of all weights as they are held.
     pub bytes: u64,
 }
 
@@ -67,7 +69,7 @@ pub enum MixerWeights {
 /// Output columns: qkv, z, b, a.
 pub struct DeltaWeights {
     pub input: Parts,
-    /// fp32 [4][channels].
+    /// fp32 `[4][channels]`.
     pub taps: DeviceBuffer,
     pub a_log: DeviceBuffer,
     pub dt_bias: DeviceBuffer,
@@ -312,7 +314,7 @@ impl Loader<'_> {
     fn find(&self, layer: Option<usize>, role: Role) -> Result<(Linear, WeightFormat)> {
         let found =
             self.layout.linears.iter().find(|(linear, _)| linear.layer == layer && linear.role == role);
-        found.copied().ok_or_else(|| Error::failed(format!("layer {layer:?} has no {role:?} module"), ""))
+        found.copied().ok_or_else(|| Error::bug(format!("layer {layer:?} has no {role:?} module")))
     }
 
     fn empty(&self, rows: usize, cols: usize) -> Result<Matrix> {

@@ -17,7 +17,7 @@ pub use cost::{ByteFactors, SimParameters, StepExtras, StepTime};
 pub use text::DraftModel;
 
 use self::session::SimModel;
-use super::cuda::kernels::delta as cuda;
+use super::deferred_states::{WRITE_INTERVAL, defers_states};
 use super::{
     Device, DeviceInfo, DeviceKind, LoadOptions, LoadProgress, Model, choose_last_layer, refuse_cuda_kernels,
     refuse_last_layer,
@@ -85,6 +85,24 @@ pub struct SimDevice {
 }
 
 impl SimDevice {
+    /// Ceilings of the GPU that is simulated, or as the figures in the device's name say.
+    pub fn nominal_ceilings(&self) -> Ceilings {
+        let (bandwidth, rate) = match self.base {
+            Base::Gpu(gpu) => (gpu.effective_bytes_per_s().value, gpu.effective_flops_per_s().value),
+            // The data sheet's rate: what vLLM reaches of it differs by model.
+            Base::Series(gpu) => (series::READ_BYTES_PER_S, gpu.sheet_flops_per_s),
+            Base::Custom => (1e12, 1e14),
+        };
+        let read_bytes_per_s = self.figure(Figure::GbPerS).map_or(bandwidth, |value| value * 1e9);
+        Ceilings {
+            read_bytes_per_s,
+            copy_bytes_per_s: read_bytes_per_s,
+            flops_per_s: self.figure(Figure::Tflops).map_or(rate, |value| value * 1e12),
+            launch_s: self.figure(Figure::LaunchUs).map_or(LAUNCH_S.value, |value| value * 1e-6),
+            measured: false,
+        }
+    }
+
     /// Reads what follows `--device`: `sim:<gpu>`, `sim:custom:gb_per_s=..,tflops=..,gb=..`, `sim:series`, each with
     /// `:figure=value,...` after it if wanted.
     ///
@@ -270,21 +288,8 @@ impl Device for SimDevice {
         self.info.memory_bytes
     }
 
-    fn ceilings(&mut self) -> Result<Ceilings> {
-        let (bandwidth, rate) = match self.base {
-            Base::Gpu(gpu) => (gpu.effective_bytes_per_s().value, gpu.effective_flops_per_s().value),
-            // The data sheet's rate: what vLLM reaches of it differs by model.
-            Base::Series(gpu) => (series::READ_BYTES_PER_S, gpu.sheet_flops_per_s),
-            Base::Custom => (1e12, 1e14),
-        };
-        let read_bytes_per_s = self.figure(Figure::GbPerS).map_or(bandwidth, |value| value * 1e9);
-        Ok(Ceilings {
-            read_bytes_per_s,
-            copy_bytes_per_s: read_bytes_per_s,
-            flops_per_s: self.figure(Figure::Tflops).map_or(rate, |value| value * 1e12),
-            launch_s: self.figure(Figure::LaunchUs).map_or(LAUNCH_S.value, |value| value * 1e-6),
-            measured: false,
-        })
+    fn ceilings(&mut self) -> Result<Option<Ceilings>> {
+        Ok(Some(self.nominal_ceilings()))
     }
 
     fn default_dtypes(&self) -> (CacheDtype, CacheDtype) {
@@ -304,10 +309,8 @@ impl Device for SimDevice {
         }
         match (self.base, &layout.spec.delta_net) {
             (Base::Series(_), _) => series::configure(layout, config),
-            (Base::Gpu(gpu), Some(delta))
-                if cuda::defers_states(gpu.capability, delta, config.state_dtype) =>
-            {
-                config.state_write_interval.get_or_insert(cuda::WRITE_INTERVAL);
+            (Base::Gpu(gpu), Some(delta)) if defers_states(gpu.capability, delta, config.state_dtype) => {
+                config.state_write_interval.get_or_insert(WRITE_INTERVAL);
             }
             _ => {}
         }
@@ -340,9 +343,9 @@ mod tests {
     #[test]
     fn figures_after_the_name_change_the_device() {
         let layout = synthetic_layout("qwen3.5-4b").unwrap();
-        let mut device = SimDevice::parse("sim:h100:gb_per_s=6700,gb=160").unwrap();
+        let device = SimDevice::parse("sim:h100:gb_per_s=6700,gb=160").unwrap();
         assert_eq!(device.parameters(&layout).read_bytes_per_s, 6.7e12);
-        assert_eq!(device.ceilings().unwrap().read_bytes_per_s, 6.7e12);
+        assert_eq!(device.nominal_ceilings().read_bytes_per_s, 6.7e12);
         assert_eq!(device.free_bytes(), 160_000_000_000);
         assert!(device.info().simulated());
     }

@@ -14,7 +14,7 @@ pub enum Point {
     MlpOut,
 }
 
-/// Rows of one point, [rows][cols].
+/// Rows of one point, `[rows][cols]`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rows {
     pub cols: usize,

@@ -100,7 +100,6 @@ mod tests {
     use super::inputs::Point;
     use super::*;
     use crate::engine::Engine;
-    use crate::engine::account::Ceilings;
     use crate::engine::cache::plan::plan_cache;
     use crate::engine::config::{CacheDtype, CpuMath, EngineConfig};
     use crate::engine::device::cpu::CpuDevice;
@@ -122,14 +121,7 @@ mod tests {
         let pools = plan_cache(&opened.layout, &config, 1 << 32, 1 << 32, f32, Some(64)).unwrap();
         let options = LoadOptions { cpu_math: CpuMath::F32, threads: None };
         let model = device.load(&opened.layout, &opened.weights, &options, &mut |_| {}).unwrap();
-        let ceilings = Ceilings {
-            read_bytes_per_s: 0.0,
-            copy_bytes_per_s: 0.0,
-            flops_per_s: 0.0,
-            launch_s: 0.0,
-            measured: false,
-        };
-        let mut engine = Engine::new(model.as_ref(), pools, config, ceilings, device.clock()).unwrap();
+        let mut engine = Engine::new(model.as_ref(), pools, config, None, device.clock()).unwrap();
         let tokens: Vec<u32> = (0..40).map(|i| i * 7 % 50).collect();
         engine.logits(&tokens, tokens.len()).unwrap()
     }

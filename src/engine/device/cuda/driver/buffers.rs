@@ -21,6 +21,9 @@ pub struct DeviceBuffer {
 
 impl DeviceBuffer {
     /// `bytes` of `whole` from `offset` on. The memory lives as long as any of its parts.
+    ///
+    /// # Errors
+    /// A range beyond the end.
     pub fn part(whole: &Arc<Self>, offset: u64, bytes: u64) -> Result<Self> {
         whole.within(offset, bytes)?;
         let pointer = whole.pointer + offset;
@@ -43,6 +46,9 @@ impl DeviceBuffer {
     }
 
     /// Copies `values` to `offset` bytes into the buffer and waits.
+    ///
+    /// # Errors
+    /// A range beyond the end; a failure of the driver.
     pub fn write<T: Plain>(&self, offset: u64, values: &[T]) -> Result<()> {
         self.within(offset, size_of_val(values) as u64)?;
         self.gpu.bind()?;
@@ -53,6 +59,9 @@ impl DeviceBuffer {
     }
 
     /// Waits for queued work, then copies out `count` values from `offset` bytes.
+    ///
+    /// # Errors
+    /// A range beyond the end; a failure of the driver, earlier work's too.
     pub fn read<T: Plain + Default>(&self, offset: u64, count: usize) -> Result<Vec<T>> {
         self.within(offset, (count * size_of::<T>()) as u64)?;
         self.gpu.synchronize()?;
@@ -64,6 +73,9 @@ impl DeviceBuffer {
     }
 
     /// These bytes of the buffer, one range after the other, in a buffer of their own; waits for queued work first.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; no memory.
     pub fn gather(&self, ranges: &[Range<u64>]) -> Result<Self> {
         let mut bytes: Vec<u8> = Vec::new();
         for range in ranges {
@@ -76,10 +88,7 @@ impl DeviceBuffer {
         // An allocation of its own has 16 bytes at least, a part ends where it says.
         let room = if self.whole.is_some() { self.bytes } else { self.bytes.max(16) };
         if offset + bytes > room {
-            return Err(Error::failed(
-                format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes),
-                "",
-            ));
+            return Err(Error::bug(format!("{bytes} bytes at {offset} of a GPU buffer of {}", self.bytes)));
         }
         Ok(())
     }

@@ -16,6 +16,10 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
+    /// An event that nothing has recorded yet.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         gpu.bind()?;
         let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
@@ -28,12 +32,18 @@ impl Event {
     }
 
     /// Blocks until the work before the event is done.
+    ///
+    /// # Errors
+    /// A failure of the driver, earlier work's too.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the event is live.
         check(unsafe { result::event::synchronize(self.raw) }, || "waiting for a step".to_string())
     }
 
     /// Whether the work before the event is done.
+    ///
+    /// # Errors
+    /// A failure of the driver, earlier work's too.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the event is live.
         match unsafe { result::event::query(self.raw) } {
@@ -44,6 +54,9 @@ impl Event {
     }
 
     /// Seconds from `earlier` to this event; both have been passed.
+    ///
+    /// # Errors
+    /// A failure of the driver, in its words.
     pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
         // SAFETY: both events are live and recorded.
         let milliseconds = unsafe { result::event::elapsed(earlier.raw, self.raw) }

@@ -47,7 +47,7 @@ impl Forward {
         pools: StatePools,
     ) -> Result<()> {
         let Some(delta) = &self.delta else {
-            return Err(Error::failed("a delta-net layer without its kernels", ""));
+            return Err(Error::bug("a delta-net layer without its kernels"));
         };
         let (batch, buffers) = (view.batch, &self.buffers);
         let (mixed, out) = (buffers.mixed.pointer(), buffers.mixer.pointer());
@@ -98,7 +98,7 @@ impl Forward {
         cache: LayerCache,
     ) -> Result<()> {
         let Some(attention) = &self.rows else {
-            return Err(Error::failed("attention without its kernels", ""));
+            return Err(Error::bug("attention without its kernels"));
         };
         let (batch, buffers, shape) = (view.batch, &self.buffers, &self.spec.attention);
         let rows = batch.rows.len();
@@ -174,7 +174,7 @@ impl Forward {
         cache: LayerCache,
     ) -> Result<Live> {
         let Some(attention) = &self.rows else {
-            return Err(Error::failed("attention without its kernels", ""));
+            return Err(Error::bug("attention without its kernels"));
         };
         let (batch, buffers) = (view.batch, &self.buffers);
         let (rows, count) = (batch.rows.len(), batch.last.len());
@@ -190,7 +190,7 @@ impl Forward {
         let own = StepRows { rows: view.at(view.offsets.last_rows), table, header };
         let norms = (weights.q_norm.as_ref(), weights.k_norm.as_ref());
         let Some(Apart { queries, keys }) = &weights.apart else {
-            return Err(Error::failed("a last layer whose queries are not apart", ""));
+            return Err(Error::bug("a last layer whose queries are not apart"));
         };
         // Queries, of `count` rows, and K and V, of all, are different columns of the same buffer.
         // SAFETY: as `run`; `last` names rows of the batch, at most `limits.outputs`.

@@ -135,6 +135,9 @@ impl Forward {
     /// Queues the whole step. Sampled tokens go to the ring and to the host; the logits of other output rows are handed to
     /// `on_logits`, piece by piece.
     ///
+    /// # Errors
+    /// A step larger than the buffers; a launch that the driver or a library refuses; what `on_logits` returns.
+    ///
     /// # Safety
     /// The metadata at `view.metadata` is that of `view.batch`, its slots and blocks are inside the pools, and all
     /// pointers stay valid until the work is done.
@@ -142,10 +145,7 @@ impl Forward {
         let batch = view.batch;
         let rows = batch.rows.len();
         if rows > self.limits.rows {
-            return Err(Error::failed(
-                format!("a step of {rows} rows, and buffers for {}", self.limits.rows),
-                "",
-            ));
+            return Err(Error::bug(format!("a step of {rows} rows, and buffers for {}", self.limits.rows)));
         }
         let buffers = &self.buffers;
         let weights = &self.weights;
@@ -190,10 +190,7 @@ impl Forward {
                         }
                     }
                     _ => {
-                        return Err(Error::failed(
-                            format!("layer {index}: weights and pools differ in kind"),
-                            "",
-                        ));
+                        return Err(Error::bug(format!("layer {index}: weights and pools differ in kind")));
                     }
                 }
                 let (role, output) = match &layer.mixer {

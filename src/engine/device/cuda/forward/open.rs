@@ -115,7 +115,7 @@ impl Forward {
                         values: gpu.allocate_zeroed(bytes)?,
                     }
                 }
-                _ => return Err(Error::failed("a delta-net layer in a model without delta nets", "")),
+                _ => return Err(Error::bug("a delta-net layer in a model without delta nets")),
             });
         }
         let value_size = spec.delta_net.as_ref().map_or(0, |delta| delta.value_size());

@@ -23,10 +23,10 @@ impl Forward {
         let (batch, buffers) = (view.batch, &self.buffers);
         let sampled = batch.samples.len();
         if sampled > self.limits.outputs {
-            return Err(Error::failed(
-                format!("a step of {sampled} sampled rows, and buffers for {}", self.limits.outputs),
-                "",
-            ));
+            return Err(Error::bug(format!(
+                "a step of {sampled} sampled rows, and buffers for {}",
+                self.limits.outputs
+            )));
         }
         let sink = Sink { header: view.at(view.offsets.header), ring: view.ring, host: view.host };
         let logits = Logits {

@@ -121,6 +121,9 @@ impl RowAttention {
 
     /// Norms and rotates q into `q` fp16 [rows, heads * head_dim], and k into the cache with v, or one `part` of that.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// Pointers are valid for `rows` rows, and every row's block is inside the cache.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
@@ -172,6 +175,9 @@ impl RowAttention {
     /// Of a sequence's tokens this step's `prepare` wrote at most the `recent` last: older ones are read early. (Blocks shared
     /// with another sequence are of earlier steps: `Cache::publish`.)
     /// `context` is the sum of the rows' visible tokens, for the byte count (0 where it is not known, in a capture).
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// As [`Self::prepare`]; the rows' other tokens are in the cache.

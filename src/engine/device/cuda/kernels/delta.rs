@@ -7,6 +7,7 @@ use crate::engine::device::cuda::driver::{DeviceBuffer, Gpu, Kernel};
 use crate::engine::device::cuda::launch::{Arg, Launch, Stream, bytes_of};
 use crate::engine::device::cuda::units;
 use crate::engine::device::cuda::weights::DeltaWeights;
+use crate::engine::device::deferred_states::defers_states;
 use crate::engine::model::spec::DeltaNet;
 use crate::{Error, Result};
 
@@ -27,22 +28,11 @@ const DRAFTS_SHARED: u32 = 2 * (128 * 128 * 4 + MOST_WITH_DRAFTS * PAIR_BYTES) a
 const DRAFTS_THREADS: u32 = 288;
 /// Threads of `delta_stream`: four warps for the rows, eight that prepare, one that copies.
 const STREAM_THREADS: u32 = 416;
-/// Tokens from one write of a state to the next, where nothing else is asked for: beyond it reading the pairs costs as much
-/// as the writes that are saved.
-pub const WRITE_INTERVAL: usize = 8;
 /// Sequences from which streaming the states wins. With fewer its shared memory makes the multiprocessors change their
 /// cache's split between it and the products of few rows, which want L1: 20 us a layer.
 const STREAM_SEQUENCES: usize = 9;
 /// The same where those products are fed by rings in shared memory and want no L1: all but one sequence on Hopper.
 const STREAM_SEQUENCES_BESIDE_RINGS: usize = 2;
-
-/// Whether a GPU of this compute capability (times ten) has kernels that leave such states unwritten for a few tokens. What
-/// they take is Hopper's shared memory: the GPUs of capability 12 have its instructions, and less than half of it.
-pub fn defers_states(capability: i32, shape: &DeltaNet, state: CacheDtype) -> bool {
-    (90..120).contains(&capability)
-        && (shape.key_dim, shape.value_dim) == (128, 128)
-        && matches!(state, CacheDtype::F32 | CacheDtype::Auto)
-}
 
 /// A sequence's part of a step, as the kernels read it. `slot` below 0 marks padding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -142,7 +132,7 @@ impl Delta {
             (CacheDtype::Bf16, true, true) => ("delta_bf16_split", 2),
             (CacheDtype::Bf16, true, false) => ("delta_bf16", 2),
             (CacheDtype::Bf16, false, _) => ("delta_any_bf16", 2),
-            (CacheDtype::Auto, ..) => return Err(Error::failed("state_dtype is not resolved", "")),
+            (CacheDtype::Auto, ..) => return Err(Error::bug("state_dtype is not resolved")),
         };
         let drafts = ring - 4;
         let deferred = if Self::defers(gpu, shape, state, portable) {
@@ -235,6 +225,9 @@ impl Delta {
 
     /// Runs `sequences` sequences (device address of [`DeltaSequence`]s) with `tokens` new tokens in all, `longest` at most
     /// in one: mixed to `out`, both from their first row on, state and window of this layer updated.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows and slots that the sequences name, and no slot is named twice. All steps are on one stream.
@@ -350,6 +343,9 @@ impl Delta {
 
     /// Brings the states of all sequences that have pending tokens up to date, for kernels that read whole states.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// As [`Self::step`].
     pub unsafe fn settle(
@@ -375,6 +371,9 @@ impl Delta {
 
     /// Keeps the raw inputs of the last three positions of each sequence whose chunk is longer than the window can take
     /// while others read it.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// As [`Self::step`].

@@ -83,7 +83,10 @@ impl Norms {
         })
     }
 
-    /// residual = table[tokens], normed = norm of it, for `rows` rows.
+    /// residual = `table[tokens]`, normed = norm of it, for `rows` rows.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for `rows` rows; tokens are inside the table or indices into `ring` with the highest bit set.
@@ -115,8 +118,11 @@ impl Norms {
         unsafe { stream.launch(&self.embed, launch, &args) }
     }
 
-    /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 [rows]) row r is made
-    /// from residual row select[r], and the sum is not kept.
+    /// residual += addend, normed = norm of it, for `rows` rows; with `select` (device address of u32 `[rows]`) row r is made
+    /// from residual row `select[r]`, and the sum is not kept.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows named.
@@ -162,7 +168,10 @@ impl Norms {
         unsafe { stream.launch(kernel, launch, &args) }
     }
 
-    /// Rows `select` (device address of u32 [rows]) of a residual stream and its norms, `from`, one after the other in `to`.
+    /// Rows `select` (device address of u32 `[rows]`) of a residual stream and its norms, `from`, one after the other in `to`.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for the rows named; `from` and `to` do not overlap.

@@ -69,6 +69,10 @@ pub struct Samplers {
 }
 
 impl Samplers {
+    /// The kernels, for steps of up to `max_rows` sampled rows.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or load; no memory.
     pub fn new(gpu: &Gpu, max_rows: usize) -> Result<Self> {
         Ok(Self {
             greedy: gpu.kernel(&units::SAMPLE, "sample_greedy")?,
@@ -82,6 +86,9 @@ impl Samplers {
     }
 
     /// The largest logit of each row.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for `rows` rows, at most the `max_rows` this was made with.
@@ -111,6 +118,9 @@ impl Samplers {
 
     /// The largest logit of each row, from what a product with the output [`Self::best`] found.
     ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
+    ///
     /// # Safety
     /// As [`Self::greedy`].
     pub unsafe fn greedy_from_keys(&self, stream: &Stream, rows: usize, sink: Sink) -> Result<()> {
@@ -127,6 +137,9 @@ impl Samplers {
     }
 
     /// A token for each row as its [`SampleRow`] says (`samples`: their device address).
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for `rows` rows.
@@ -152,7 +165,10 @@ impl Samplers {
         unsafe { stream.launch(&self.rows, launch, &args) }
     }
 
-    /// ln p(targets[row]) of each row, fp32 to `result`, over the whole vocabulary (`logits.vocab` of it).
+    /// ln `p(targets[row])` of each row, fp32 to `result`, over the whole vocabulary (`logits.vocab` of it).
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// Pointers are valid for `rows` rows, and targets are below `logits.vocab`.

@@ -75,10 +75,10 @@ impl Products {
     pub(super) unsafe fn int4(&self, stream: &Stream, job: Job) -> Result<usize> {
         let Job { rows, w, .. } = job;
         let MatrixFormat::Int4 { group, .. } = w.format else {
-            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+            return Err(Error::bug("a 16-bit matrix given as 4-bit"));
         };
         let Some(int4) = &self.int4 else {
-            return Err(Error::failed("a 4-bit matrix, and products made without", ""));
+            return Err(Error::bug("a 4-bit matrix, and products made without"));
         };
         let expanded = int4.expanded.as_ref().filter(|room| room.bytes() >= (2 * w.rows * w.cols) as u64);
         let library = self.library.as_ref().zip(expanded);
@@ -124,6 +124,9 @@ impl Products {
 
     /// Queues the products of the same x with a 4-bit matrix and a small fp16 one as one launch, where there is a kernel for that;
     /// returns whether it did.
+    ///
+    /// # Errors
+    /// A launch that the driver refuses, in its words.
     ///
     /// # Safety
     /// As [`Self::launch`], for both.
@@ -176,7 +179,7 @@ impl Products {
         to: &DeviceBuffer,
     ) -> Result<()> {
         let MatrixFormat::Int4 { group, zero_points } = w.format else {
-            return Err(Error::failed("a 16-bit matrix given as 4-bit", ""));
+            return Err(Error::bug("a 16-bit matrix given as 4-bit"));
         };
         let launch = Launch::grid([(w.cols / 64).div_ceil(8) as u32, (w.rows / 16) as u32, 1], 256);
         let bytes = w.bytes() + (2 * w.rows * w.cols) as u64;
