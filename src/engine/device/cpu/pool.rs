@@ -109,7 +109,8 @@ impl Untaken {
         self.0.store((items.end as u64) << 32 | items.start as u64, Ordering::Relaxed);
     }
 
-    /// Takes up to `count` items from the front, or from the back.
+    /// Takes up to `count` items from the front, and no more than half of those left, so that threads end together; or one from
+    /// the back.
     #[inline]
     fn take(&self, count: usize, front: bool) -> Option<std::ops::Range<usize>> {
         let mut now = self.0.load(Ordering::Relaxed);
@@ -118,11 +119,11 @@ impl Untaken {
             if start >= end {
                 return None;
             }
-            let count = count.min(end - start);
             let (taken, left) = if front {
+                let count = count.min((end - start).div_ceil(2));
                 (start..start + count, start + count..end)
             } else {
-                (end - count..end, start..end - count)
+                (end - 1..end, start..end - 1)
             };
             let next = (left.end as u64) << 32 | left.start as u64;
             match self.0.compare_exchange_weak(now, next, Ordering::Relaxed, Ordering::Relaxed) {

@@ -5,7 +5,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use super::{Element, ROW_PANELS, Rows, RowsFn, Tile, TileFn};
+use super::{Element, ROW_PANELS, Rows, RowsFn, Tile, TileFn, settle};
 use crate::engine::device::cpu::pool::prefetch_line_to_l2;
 
 pub fn dense(element: Element, tokens: usize) -> TileFn {
@@ -96,20 +96,6 @@ unsafe fn add_column<const T: usize, const V: usize>(
 /// Columns of one round of a tile's loop.
 const ROUND: usize = 4;
 
-/// No instruction, but the compiler must have `sums` before it, and reads by `pointer` come after it. A loop of several columns
-/// else begins with the loads of all of them, and sums are sent to memory for those.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn settle<T>(sums: &mut [__m256], pointer: &mut *const T) {
-    // SAFETY: no instruction at all. Blocks that may have effects keep their order.
-    unsafe {
-        for sum in sums {
-            asm!("/* {0} */", inout(ymm_reg) * sum, options(nomem, nostack, preserves_flags));
-        }
-        asm!("/* {0} */", inout(reg) * pointer, options(nomem, nostack, preserves_flags));
-    }
-}
-
 /// Where a tile's loop stands.
 struct Walk {
     /// Of the rows of the first two registers, and of the third and fourth.
@@ -167,13 +153,13 @@ impl Walk {
                 }
             }
             for sums in sums.iter_mut() {
-                settle(sums, &mut self.x);
+                settle::floats(sums, &mut self.x);
             }
             for w in &mut self.w[..V.div_ceil(2)] {
                 if E != 3 || COLUMN % 2 == 1 {
                     *w = w.add(self.stride);
                 }
-                settle(&mut [], w);
+                settle::floats(&mut [], w);
             }
         }
     }
@@ -369,9 +355,9 @@ unsafe fn add_int4_column<const T: usize, const COLUMN: usize, const BIT: usize>
     // SAFETY: T activations are readable there, by the contract of `TileFn`.
     unsafe { add_column(parts, &weights, x.add(COLUMN * T)) };
     for parts in parts {
-        settle(parts, x);
+        settle::floats(parts, x);
     }
-    settle(words, x);
+    settle::floats(words, x);
 }
 
 /// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total;

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::avx2::group_ends;
-use super::{Tile, TileFn};
+use super::{Tile, TileFn, settle};
 
 pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
     match (zero_points, bf16_scales) {
@@ -17,7 +17,7 @@ pub fn tile(zero_points: bool, bf16_scales: bool, tokens: usize) -> TileFn {
 fn pick<const Z: bool, const B: bool>(tokens: usize) -> TileFn {
     [
         tokens_tile::<Z, B, 1, 4>,
-        tokens_tile::<Z, B, 2, 4>,
+        tokens_tile::<Z, B, 2, 2>,
         tokens_tile::<Z, B, 3, 2>,
         tokens_tile::<Z, B, 4, 2>,
     ][tokens - 1]
@@ -48,20 +48,21 @@ fn pair<const SHIFT: i32>(words: __m256i) -> __m256i {
 #[target_feature(enable = "avx2")]
 unsafe fn add_pairs<const T: usize, const V: usize, const SHIFT: i32>(
     parts: &mut [[__m256i; V]; T],
-    words: &[__m256i; V],
-    x: *const i32,
+    words: &mut [__m256i; V],
+    x: &mut *const i32,
 ) {
-    let mut pairs = [_mm256_setzero_si256(); V];
-    for (pair_of, words) in pairs.iter_mut().zip(words) {
-        *pair_of = pair::<SHIFT>(*words);
-    }
+    let pairs = words.map(|words| pair::<SHIFT>(words));
     for (t, part) in parts.iter_mut().enumerate() {
-        // SAFETY: T pairs of activations are readable at `x`, by the contract of `TileFn`.
-        let x = _mm256_set1_epi32(unsafe { *x.add(t) });
+        // SAFETY: T pairs of activations are readable there, by the contract of `TileFn`.
+        let x = _mm256_set1_epi32(unsafe { *x.add(SHIFT as usize / 4 * T + t) });
         for (part, pair) in part.iter_mut().zip(pairs) {
             *part = _mm256_add_epi32(*part, _mm256_madd_epi16(pair, x));
         }
     }
+    for part in parts {
+        settle::integers(part, x);
+    }
+    settle::integers(words, x);
 }
 
 /// V registers of eight rows at a time: 4 is a whole panel, 2 is half of one.
@@ -86,11 +87,11 @@ unsafe fn tokens_tile<const Z: bool, const B: bool, const T: usize, const V: usi
                         let half = if v < 2 { tile.w0 } else { tile.w1 };
                         *words = _mm256_loadu_si256(half.add(block * tile.stride + 32 * (v % 2)).cast());
                     }
-                    let x = tile.x.cast::<i32>().add(4 * block * T);
-                    add_pairs::<T, V, 0>(&mut parts, &words, x);
-                    add_pairs::<T, V, 4>(&mut parts, &words, x.add(T));
-                    add_pairs::<T, V, 8>(&mut parts, &words, x.add(2 * T));
-                    add_pairs::<T, V, 12>(&mut parts, &words, x.add(3 * T));
+                    let mut x = tile.x.cast::<i32>().add(4 * block * T);
+                    add_pairs::<T, V, 0>(&mut parts, &mut words, &mut x);
+                    add_pairs::<T, V, 4>(&mut parts, &mut words, &mut x);
+                    add_pairs::<T, V, 8>(&mut parts, &mut words, &mut x);
+                    add_pairs::<T, V, 12>(&mut parts, &mut words, &mut x);
                 }
                 for v in 0..V {
                     let ends = group_ends::<Z, B>(

@@ -42,6 +42,8 @@ mod pieces_avx2;
 mod pieces_avx512;
 mod portable;
 mod product;
+#[cfg(target_arch = "x86_64")]
+mod settle;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
