@@ -343,21 +343,41 @@ fn column<const BIT: usize>(words: __m256) -> __m256 {
     column
 }
 
+/// The words of a block of eight columns and 16 rows. Beside the sums of six tokens there are no registers for them, so these read
+/// them again for each column.
+struct Words {
+    at: *const f32,
+    kept: [__m256; 2],
+}
+
+impl Words {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn read(at: *const f32) -> [__m256; 2] {
+        // SAFETY: 64 bytes of words, by the contract of `TileFn`.
+        unsafe { [_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(8))] }
+    }
+}
+
 /// The COLUMN-th column of a block.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_int4_column<const T: usize, const COLUMN: usize, const BIT: usize>(
     parts: &mut [[__m256; 2]; T],
-    words: &mut [__m256; 2],
+    words: &mut Words,
     x: &mut *const f32,
 ) {
-    let weights = words.map(|words| column::<BIT>(words));
-    // SAFETY: T activations are readable there, by the contract of `TileFn`.
-    unsafe { add_column(parts, &weights, x.add(COLUMN * T)) };
+    let again = T == 6;
+    // SAFETY: T activations and the block's words are readable there, by the contract of `TileFn`.
+    unsafe {
+        let kept = if again { Words::read(words.at) } else { words.kept };
+        let weights = kept.map(|words| column::<BIT>(words));
+        add_column(parts, &weights, x.add(COLUMN * T));
+    }
     for parts in parts {
         settle::floats(parts, x);
     }
-    settle::floats(words, x);
+    if again { settle::floats(&mut [], &mut words.at) } else { settle::floats(&mut words.kept, x) }
 }
 
 /// Per group: part = sum of (q - 8) x in column order, then (8 - zero) * total of x added to it, then total = scale * part + total;
@@ -377,8 +397,8 @@ unsafe fn int4_tile<const Z: bool, const B: bool, const T: usize>(tile: &Tile) {
                 let mut parts = [[_mm256_setzero_ps(); 2]; T];
                 for block in g * tile.group / 8..(g + 1) * tile.group / 8 {
                     prefetch_line_to_l2(next.wrapping_add(block * pace));
-                    let at = base.add(block * tile.stride);
-                    let mut words = [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(32).cast())];
+                    let at = base.add(block * tile.stride).cast();
+                    let mut words = Words { at, kept: Words::read(at) };
                     add_int4_column::<T, 0, 0>(&mut parts, &mut words, &mut x);
                     add_int4_column::<T, 1, 16>(&mut parts, &mut words, &mut x);
                     add_int4_column::<T, 2, 4>(&mut parts, &mut words, &mut x);
