@@ -83,17 +83,23 @@ pub fn execute(request: &Request) -> Result<()> {
     if flags.trace && ending == Ending::Complete {
         trace(&mut run, flags.format)?;
     }
-    if flags.check { check(&run.record.claims, run.folder.path()) } else { Ok(()) }
+    if flags.check { check(&run.record.claims, run.folder.path(), ending) } else { Ok(()) }
 }
 
 /// What `--check` makes of the claims.
-fn check(claims: &[Verdict], folder: &Path) -> Result<()> {
+fn check(claims: &[Verdict], folder: &Path, ending: Ending) -> Result<()> {
     let of = |outcome| claims.iter().filter(move |verdict| verdict.outcome == outcome);
     let broken: Vec<&str> = of(Outcome::DoesNotHold).map(|verdict| verdict.text.as_str()).collect();
     if !broken.is_empty() {
         return Err(Error::failed(
             format!("{} claim(s) do not hold: {}", broken.len(), broken.join("; ")),
             format!("see why with `inferwall explain {}`", folder.display()),
+        ));
+    }
+    if let Ending::OutOfTime(left) = ending {
+        return Err(Error::undecided(
+            format!("{left} runs of an arm are left, which claims may need"),
+            interrupt::hint(),
         ));
     }
     let holding = of(Outcome::Holds).count();

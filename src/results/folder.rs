@@ -108,7 +108,7 @@ impl ResultsFolder {
     ///
     /// # Errors
     /// [`Error::Invalid`] when another process writes to it, when rows that the journal names are missing or changed, when
-    /// there are more rows than a kill leaves, and for a journal that cannot be read (see [`Journal::read`]).
+    /// summary.csv has more rows than a kill leaves, for a link in a table's place, and for a journal that cannot be read (see [`Journal::read`]).
     pub fn reopen(path: &Path) -> Result<Self> {
         let _lock = lock(path)?;
         let journal = Journal::read(path)?;
@@ -158,10 +158,16 @@ impl ResultsFolder {
         self.replace(JOURNAL, lines.collect::<Result<String>>()?.as_bytes())
     }
 
-    /// Shortens a file to `length` bytes, if it is there.
+    /// Shortens a file to `length` bytes, if it is there. What a link leads to is not the run's.
     fn cut(&self, name: &str, length: u64) -> Result<()> {
         let path = self.file(name);
-        match std::fs::metadata(&path) {
+        match std::fs::symlink_metadata(&path) {
+            Ok(metadata) if !metadata.is_file() => {
+                return Err(Error::invalid(
+                    format!("{} is no plain file", path.display()),
+                    "put the file itself there to resume the run",
+                ));
+            }
             Ok(metadata) if metadata.len() > length => {}
             Ok(_) => return Ok(()),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
@@ -382,7 +388,8 @@ mod tests {
         let (path, text) = two_cells(root.path());
         let journal = std::fs::read_to_string(path.join(JOURNAL)).unwrap();
         let damaged = journal.replacen("lengths", "lngths", 1);
-        for (found, kept) in [("2 rows", None), ("2 rows", Some("")), ("line 1", Some(damaged.as_str()))] {
+        for (found, kept) in [("2 row(s)", None), ("2 row(s)", Some("")), ("line 1", Some(damaged.as_str()))]
+        {
             match kept {
                 None => std::fs::remove_file(path.join(JOURNAL)).unwrap(),
                 Some(kept) => std::fs::write(path.join(JOURNAL), kept).unwrap(),
@@ -391,6 +398,25 @@ mod tests {
             assert!(error.exit_code() == 2 && error.to_string().contains(found), "{error}");
             assert_eq!(std::fs::read_to_string(path.join("summary.csv")).unwrap(), text);
         }
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn nothing_outside_the_folder_is_cut() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, _) = two_cells(root.path());
+        let other = root.path().join("other");
+        std::fs::write(&other, "kept").unwrap();
+        std::os::unix::fs::symlink(&other, path.join("cold.csv")).unwrap();
+        assert!(ResultsFolder::reopen(&path).unwrap_err().to_string().contains("no plain file"));
+        std::fs::remove_file(path.join("cold.csv")).unwrap();
+        let journal = std::fs::read_to_string(path.join(JOURNAL)).unwrap();
+        for name in ["../other", other.to_str().unwrap()] {
+            let named = journal.replacen("\"lengths\":{", &format!("\"lengths\":{{\"{name}\":0,"), 1);
+            std::fs::write(path.join(JOURNAL), named).unwrap();
+            assert!(ResultsFolder::reopen(&path).unwrap_err().to_string().contains("no file of this folder"));
+        }
+        assert_eq!(std::fs::read_to_string(&other).unwrap(), "kept");
     }
 
     #[test]

@@ -5,13 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Component, Path};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::folder::SUMMARY_FILE;
-use super::record::RunRecord;
+use super::record::{RunRecord, Status};
 use crate::experiment::plan::{Arm, Cell};
 use crate::{Error, Result};
 
@@ -94,6 +94,12 @@ impl Journal {
                     CHANGED,
                 ));
             };
+            if let Some(name) = lengths.keys().find(|name| !is_plain(name)) {
+                return Err(Error::invalid(
+                    format!("{}: line {} names {name:?}, no file of this folder", path.display(), index + 1),
+                    CHANGED,
+                ));
+            }
             journal.cells.push(cell);
             // (A file that grew by a line without a digest has none.)
             journal.digests.retain(|name, _| !lengths.contains_key(name));
@@ -126,9 +132,29 @@ impl Journal {
             return Err(Error::invalid(format!("{}: {what}{}", path.display(), foreign(bytes)), CHANGED));
         }
         if name == SUMMARY_FILE {
-            require_one_unfinished(path, part, &bytes[part.len()..])?;
+            self.require_one_unfinished(path, part, &bytes[part.len()..])?;
         }
         Ok((part, hash))
+    }
+
+    /// A kill leaves at most one row of summary.csv that no line of the journal names, and a run that ended none, so more of them
+    /// are a journal that lost lines, or was never there.
+    fn require_one_unfinished(&self, path: &Path, finished: &[u8], rest: &[u8]) -> Result<()> {
+        let header = usize::from(finished.is_empty());
+        let rows = rest.iter().filter(|byte| **byte == b'\n').count().saturating_sub(header);
+        let ended = || {
+            let record = path.parent().map(RunRecord::read);
+            self.cells.is_empty()
+                && record.is_some_and(|record| record.is_ok_and(|r| r.status == Status::Complete))
+        };
+        if rows == 0 || rows == 1 && !ended() {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            format!("{} has {rows} row(s) that {JOURNAL} does not name as finished", path.display()),
+            "the folder has to be as the run left it, with all its files: put them back, or start the run again; nothing \
+             was changed now",
+        ))
     }
 
     /// The line of a finished cell.
@@ -168,19 +194,10 @@ fn foreign(bytes: &[u8]) -> &'static str {
     }
 }
 
-/// A kill leaves at most one row of summary.csv that no line of the journal names, so more of them are a journal that lost
-/// lines, or was never there.
-fn require_one_unfinished(path: &Path, finished: &[u8], rest: &[u8]) -> Result<()> {
-    let header = usize::from(finished.is_empty());
-    let rows = rest.iter().filter(|byte| **byte == b'\n').count().saturating_sub(header);
-    if rows <= 1 {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        format!("{} has {rows} rows that {JOURNAL} does not name as finished", path.display()),
-        "to resume, the folder has to be as the run left it, with all its files: put them back, or start the run again; \
-         nothing was changed now",
-    ))
+/// Whether `name` is that of a file in the folder itself.
+fn is_plain(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
 }
 
 fn by_place(folder: &Path, record: &RunRecord, cell: Cell) -> Result<FinishedCell> {

@@ -117,6 +117,7 @@ impl Ready {
                 }
             }
         }
+        folder.note_working_folder(&self.plan.folder)?;
         folder.replace(RUN_FILE, &self.record.json()?)?;
         Ok(self.in_folder(folder, told))
     }

@@ -44,6 +44,18 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 }
 
 #[test]
+fn a_finished_run_without_its_journal_is_kept() {
+    let env = small();
+    env.run(&format!("{RUN} --arms max_num_seqs=2 --repeats 1")).ok();
+    let folder = env.only_result();
+    let before = tables(&folder);
+    std::fs::remove_file(folder.join("cells.jsonl")).unwrap();
+    let resumed = env.run(&format!("run --resume {}", folder.display()));
+    resumed.fails(2, "1 row(s) that cells.jsonl does not name", "nothing was changed now");
+    assert_eq!(tables(&folder), before);
+}
+
+#[test]
 fn the_same_flags_may_be_given_again() {
     let env = small();
     let folder = killed_after(&env, 1);
@@ -248,7 +260,11 @@ fn tables_that_were_saved_by_another_program_are_refused() {
     }
     let journal = std::fs::read(folder.join("cells.jsonl")).unwrap();
     std::fs::remove_file(folder.join("cells.jsonl")).unwrap();
-    env.run(&resume).fails(2, "summary.csv has 3 rows that cells.jsonl does not name", "with all its files");
+    env.run(&resume).fails(
+        2,
+        "summary.csv has 3 row(s) that cells.jsonl does not name",
+        "with all its files",
+    );
     std::fs::write(folder.join("cells.jsonl"), journal).unwrap();
     env.run(&resume).ok();
 }

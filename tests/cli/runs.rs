@@ -209,6 +209,14 @@ fn check_tells_what_could_not_be_compared() {
 }
 
 #[test]
+fn check_of_a_run_out_of_time_is_undecided() {
+    let env = TestEnv::new();
+    env.write("e.toml", SMALL);
+    let run = "run small --experiments e.toml --device sim:fixed --check --budget 0.000001";
+    env.run(run).fails(3, "runs of an arm are left", "--resume");
+}
+
+#[test]
 fn check_of_a_plan_without_claims_is_refused_before_it_runs() {
     let env = TestEnv::new();
     env.write("e.toml", SMALL);

@@ -287,7 +287,8 @@ fn attend_rows<A: Arch>(
     let cold = decode && !prefetched;
     let (next_item, paced) = match next_item.filter(|_| decode) {
         next if gemm::prefetches_ahead(layer.isa) => (next, None),
-        next => (None, next),
+        // (Which tile is asked for when is reckoned for blocks of one tile.)
+        next => (None, next.filter(|_| block_slots == LANES)),
     };
     let key_tile_bytes = key_stride * dim;
     // One tile of the next item's keys for each pair of tiles of scores, and one in between for as many values.

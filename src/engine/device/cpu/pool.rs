@@ -109,22 +109,34 @@ impl Untaken {
         self.0.store((items.end as u64) << 32 | items.start as u64, Ordering::Relaxed);
     }
 
-    /// Takes up to `count` items from the front, and no more than half of those left, so that threads end together; or one from
-    /// the back.
+    /// Takes up to `count` items from the front, and no more than half of those left, so that threads end together.
     #[inline]
-    fn take(&self, count: usize, front: bool) -> Option<std::ops::Range<usize>> {
+    fn take_front(&self, count: usize) -> Option<std::ops::Range<usize>> {
+        self.take(|start, end| {
+            let next = start + count.min((end - start).div_ceil(2));
+            (start..next, next..end)
+        })
+    }
+
+    /// Takes one item from the back.
+    #[inline]
+    fn take_back(&self) -> Option<std::ops::Range<usize>> {
+        self.take(|start, end| (end - 1..end, start..end - 1))
+    }
+
+    /// Takes what `part(start, end)` names first, and leaves what it names second.
+    #[inline]
+    fn take(
+        &self,
+        part: impl Fn(usize, usize) -> (std::ops::Range<usize>, std::ops::Range<usize>),
+    ) -> Option<std::ops::Range<usize>> {
         let mut now = self.0.load(Ordering::Relaxed);
         loop {
             let (start, end) = ((now & 0xffff_ffff) as usize, (now >> 32) as usize);
             if start >= end {
                 return None;
             }
-            let (taken, left) = if front {
-                let count = count.min((end - start).div_ceil(2));
-                (start..start + count, start + count..end)
-            } else {
-                (end - 1..end, start..end - 1)
-            };
+            let (taken, left) = part(start, end);
             let next = (left.end as u64) << 32 | left.start as u64;
             match self.0.compare_exchange_weak(now, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Some(taken),
@@ -256,7 +268,8 @@ impl Pool {
         }
     }
 
-    /// Splits `0..items` over the threads, which take `grain` at a time, and calls `body` with each run taken.
+    /// Splits `0..items` over the threads, which take `grain` at a time, fewer where few are left, and calls `body` with each run
+    /// taken.
     pub fn split(
         &mut self,
         items: usize,
@@ -286,11 +299,11 @@ impl Pool {
         }
         let untaken = &self.untaken;
         let phase = |thread: usize| {
-            while let Some(range) = untaken[thread].take(grain, true) {
+            while let Some(range) = untaken[thread].take_front(grain) {
                 body(range, thread);
             }
             for other in 1..threads {
-                while let Some(range) = untaken[(thread + other) % threads].take(grain, false) {
+                while let Some(range) = untaken[(thread + other) % threads].take_back() {
                     body(range, thread);
                 }
             }
@@ -376,6 +389,16 @@ fn wait_until(done: impl Fn() -> bool, asleep: &AtomicBool, ahead: &mut Ahead) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_grow_shorter_where_few_items_are_left() {
+        let untaken = Untaken(AtomicU64::new(0));
+        untaken.set(10..17);
+        assert_eq!(untaken.take_back(), Some(16..17));
+        let runs: Vec<_> = std::iter::from_fn(|| untaken.take_front(3)).collect();
+        assert_eq!(runs, [10..13, 13..15, 15..16]);
+        assert_eq!(untaken.take_back(), None);
+    }
 
     #[test]
     fn every_item_is_visited_once_whatever_the_threads() {

@@ -157,7 +157,7 @@ impl Walk {
             }
             for w in &mut self.w[..V.div_ceil(2)] {
                 if E != 3 || COLUMN % 2 == 1 {
-                    *w = w.add(self.stride);
+                    *w = w.wrapping_add(self.stride);
                 }
                 settle::floats(&mut [], w);
             }
@@ -328,7 +328,8 @@ fn column<const BIT: usize>(words: __m256) -> __m256 {
     let upper = || _mm256_castsi256_ps(_mm256_srli_epi32::<16>(_mm256_castps_si256(words)));
     let (words, place) = if BIT < 20 { (words, BIT / 4) } else { (upper(), BIT / 4 - 4) };
     let column;
-    // SAFETY: three operands of 32 bytes, aligned, which nobody writes.
+    // SAFETY: three operands of 32 bytes, aligned, which nobody writes. The difference is exact and its operands normal, so no flag
+    // of floating-point arithmetic changes.
     unsafe {
         asm!(
             "vandps {column}, {words}, [{row}]",

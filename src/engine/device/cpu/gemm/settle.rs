@@ -11,6 +11,7 @@ use std::arch::x86_64::{__m256, __m256i};
 macro_rules! settle {
     ($name:ident, $register:ty) => {
         /// Sums of a column before reads of the next one by `pointer`.
+        #[allow(clippy::pointers_in_nomem_asm_block, reason = "the blocks are empty: nothing is read by it")]
         #[inline]
         #[target_feature(enable = "avx2")]
         pub fn $name<T>(sums: &mut [$register], pointer: &mut *const T) {
