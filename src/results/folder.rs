@@ -290,7 +290,9 @@ mod tests {
         folder.append(cell(0), &files("1,2\n")).unwrap();
         let path = folder.path().to_path_buf();
         append_text(&path.join("summary.csv"), "3,").unwrap();
-        append_text(&path.join(JOURNAL), "{\"arm\":\"a=").unwrap();
+        let mut journal = std::fs::read(path.join(JOURNAL)).unwrap();
+        journal.extend(b"{\"arm\":\"a=\xc3");
+        std::fs::write(path.join(JOURNAL), journal).unwrap();
         drop(folder);
         let mut folder = ResultsFolder::reopen(&path).unwrap();
         assert_eq!(folder.finished(), [cell(0)]);

@@ -71,14 +71,18 @@ impl Journal {
     /// is not known.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(JOURNAL);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
+        let mut bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => return Err(Error::read(&path, &error)),
         };
+        // (What follows the last whole line may end within a character.)
+        bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
+        let text = String::from_utf8(bytes)
+            .map_err(|_| Error::invalid(format!("{}: it is no text", path.display()), CHANGED))?;
         let mut journal = Self::default();
         let mut record: Option<RunRecord> = None;
-        for (index, line) in text.split_inclusive('\n').take_while(|line| line.ends_with('\n')).enumerate() {
+        for (index, line) in text.split_inclusive('\n').enumerate() {
             let Line { cell, lengths, digests } = if let Ok(line) = serde_json::from_str(line) {
                 line
             } else if let Ok(OldLine { cell, lengths }) = serde_json::from_str(line) {
