@@ -281,7 +281,7 @@ fn attend_rows<A: Arch>(
         |slot: usize| kv.value_row(layer.index, sequence.blocks[slot / block_slots] as usize, kv_head, 0);
     // Of a decode step every key is new to the caches. Where tiles prefetch ahead, each item does so for the next one's keys while
     // it multiplies its own, and for the values while it works on the softmax. Else it reads its blocks side by side before it
-    // uses them, and asks for the next one's keys at an even pace while it multiplies: as much as memory can bring meanwhile.
+    // uses them, and asks for the next one's keys at an even pace while it multiplies (scores only of three rows and more): as much as memory can bring meanwhile.
     // A prompt's tiles find them there.
     let decode = sequence.tokens() == 1;
     let cold = decode && !prefetched;

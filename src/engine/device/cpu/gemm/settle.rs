@@ -2,8 +2,8 @@
 //!
 //! A compiler begins a loop of several columns with the loads of all of them, finds too few of the 16 registers of AVX2 left for the
 //! sums, and sends those through memory. The functions here are no instruction, but order what is around them: the compiler
-//! must have the sums before them, and what is read by the pointer is read after them. The fewer instructions, the less a
-//! tile suffers from what another guest runs on the same core: there a core gives it three instructions a cycle, not six.
+//! must have the sums before them, and what is read by the pointer is read after them. (Instructions bind a tile where its core is
+//! shared: docs/perf-log.md, "Tiles by the number of their instructions".)
 
 use std::arch::asm;
 use std::arch::x86_64::{__m256, __m256i};
